@@ -1,0 +1,1 @@
+"""Configuration: schema, strict TOML files, command line, rules between keys, model shapes. Imports no torch."""

@@ -1,0 +1,91 @@
+"""Model shapes as data. A flavor is a published shape; a TOML's ``[model]`` keys override single fields of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from config.errors import ConfigError
+from config.schema import Model
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama-3.1 frequency scaling: long wavelengths are stretched by ``factor`` (Llama 3 report, section 3.4)."""
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_seq_len: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Everything that decides the parameters of a decoder. Field names are those of the ``[model]`` section."""
+
+    vocab_size: int
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    hidden_dim: int
+    max_seq_len: int
+    head_dim: int = 0  # 0: dim / n_heads, filled in by __post_init__
+    rope_theta: float = 500_000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    qk_norm: bool = False
+    enable_weight_tying: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.head_dim:
+            object.__setattr__(self, "head_dim", self.dim // self.n_heads)
+
+
+_LLAMA31 = RopeScaling(factor=8.0)
+_LLAMA32 = RopeScaling(factor=32.0)
+
+FLAVORS: dict[str, dict[str, ModelShape]] = {
+    "llama3": {
+        "debug": ModelShape(vocab_size=4096, dim=128, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=384, max_seq_len=2048),
+        "160M": ModelShape(vocab_size=32_000, dim=768, n_layers=12, n_heads=12, n_kv_heads=12, hidden_dim=2048, max_seq_len=4096),
+        "1B": ModelShape(
+            vocab_size=128_256, dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, hidden_dim=8192, max_seq_len=131_072,
+            rope_scaling=_LLAMA32, enable_weight_tying=True,
+        ),
+        "1B_untied": ModelShape(
+            vocab_size=128_256, dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, hidden_dim=8192, max_seq_len=131_072,
+            rope_scaling=_LLAMA32,
+        ),
+        "8B": ModelShape(
+            vocab_size=128_256, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, hidden_dim=14_336, max_seq_len=131_072,
+            rope_scaling=_LLAMA31,
+        ),
+        "70B": ModelShape(
+            vocab_size=128_256, dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, hidden_dim=28_672, max_seq_len=131_072,
+            rope_scaling=_LLAMA31,
+        ),
+        "405B": ModelShape(
+            vocab_size=128_256, dim=16_384, n_layers=126, n_heads=128, n_kv_heads=8, hidden_dim=53_248, max_seq_len=131_072,
+            rope_scaling=_LLAMA31,
+        ),
+    },
+}
+
+
+def resolve_shape(model: Model) -> ModelShape:
+    """The shape of ``[model]``: its flavor with the overrides that are set.
+
+    Raises:
+        ConfigError: unknown family or flavor. (config/rules.py checks divisibility.)
+    """
+    if model.name not in FLAVORS:
+        raise ConfigError(f"model.name = {model.name!r}: unknown model family; choose one of {sorted(FLAVORS)}")
+    family = FLAVORS[model.name]
+    if model.flavor not in family:
+        raise ConfigError(f"model.flavor = {model.flavor!r}: unknown flavor of {model.name}; choose one of {list(family)}")
+    names = {f.name for f in fields(ModelShape)} & set(vars(model))
+    changed = {n: getattr(model, n) for n in names if getattr(model, n) is not None}
+    shape = family[model.flavor]
+    if changed.keys() & {"dim", "n_heads"} and "head_dim" not in changed and shape.head_dim * shape.n_heads == shape.dim:
+        changed["head_dim"] = 0  # follow dim / n_heads as the flavor does
+    return replace(shape, **changed)

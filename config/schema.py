@@ -1,0 +1,273 @@
+"""Every key a training TOML may hold: its type, its default and one line on what it means.
+
+Section and key names are those of torchtitan 0.2.2 wherever the meaning is the same. The line under a field is its help
+text (``--help`` and docs/configuration.md are generated from it). ``key(...)`` adds what a type cannot say: a lower
+bound, and the *parent* a key depends on. A key with a parent is a **companion**: it is inert unless the parent has one of
+the given values, so an ablation may change it together with its parent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def key(
+    default: Any = None,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    parent: str = "",
+    parent_values: tuple[Any, ...] = (),
+    factory: Any = None,
+) -> Any:
+    """A dataclass field with a range and, for a companion key, the parent that makes it matter.
+
+    ``parent`` is a full key ("compile.enable"); the field matters only while the parent holds one of ``parent_values``.
+    """
+    metadata = {"minimum": minimum, "maximum": maximum, "parent": parent, "parent_values": parent_values}
+    if factory is not None:
+        return field(default_factory=factory, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class Job:
+    config_file: str = ""
+    """TOML file to train from."""
+    description: str = ""
+    """A sentence about the run, kept in its record."""
+    dump_folder: str = "outputs"
+    """Folder under which a new run directory is made: <dump_folder>/<file name>/<date>-<time>-<random>."""
+    run_dir: str = ""
+    """Exact run directory. Empty: a new one under dump_folder. One that holds another configuration is refused."""
+    dry_run: bool = False
+    """Print the resolved configuration with origins, parameters, FLOPs and memory, then stop. Touches no device."""
+
+
+@dataclass
+class Model:
+    name: str = "llama3"
+    """Model family: the group of flavors to choose from."""
+    flavor: str = "debug"
+    """Named shape within the family, see config/flavors.py."""
+    hf_assets_path: str = ""
+    """Folder with tokenizer.json (and tokenizer_config.json), used when data.tokenizer is "file"."""
+    vocab_size: int | None = key(None, minimum=1)
+    """Rows of the embedding. Unset: the flavor's. May exceed the tokenizer's vocabulary, never fall short of it."""
+    dim: int | None = key(None, minimum=1)
+    """Width of the residual stream. Unset: the flavor's."""
+    n_layers: int | None = key(None, minimum=1)
+    """Number of Transformer blocks. Unset: the flavor's."""
+    n_heads: int | None = key(None, minimum=1)
+    """Query heads. Unset: the flavor's."""
+    n_kv_heads: int | None = key(None, minimum=1)
+    """Key and value heads (GQA); divides n_heads. Unset: the flavor's."""
+    head_dim: int | None = key(None, minimum=2)
+    """Width of one head; even. Unset: the flavor's."""
+    hidden_dim: int | None = key(None, minimum=1)
+    """Width of the SwiGLU feed-forward layer. Unset: the flavor's."""
+    max_seq_len: int | None = key(None, minimum=1)
+    """Longest sequence the model allows. Unset: the flavor's."""
+    rope_theta: float | None = key(None, minimum=1.0)
+    """Base of the rotary frequencies. Unset: the flavor's."""
+    norm_eps: float | None = key(None, minimum=0.0)
+    """Epsilon of RMSNorm. Unset: the flavor's."""
+    qk_norm: bool | None = None
+    """RMSNorm on each query and key head before the rotary embedding. Unset: the flavor's."""
+    enable_weight_tying: bool | None = None
+    """Share the embedding matrix with the output head. Unset: the flavor's."""
+
+
+@dataclass
+class Attention:
+    backend: Literal["auto", "sdpa", "sdpa_math"] = "auto"
+    """Attention kernel. Only "auto" may fall back, and says what it chose. "sdpa_math" is the readable reference."""
+
+
+@dataclass
+class Optimizer:
+    name: Literal["AdamW", "Adam", "SGD"] = "AdamW"
+    """Optimizer. SGD is plain (no momentum), for parity tests."""
+    lr: float = key(8e-4, minimum=0.0)
+    """Peak learning rate."""
+    beta1: float = key(0.9, minimum=0.0, maximum=1.0, parent="optimizer.name", parent_values=("AdamW", "Adam"))
+    """Decay of the first moment."""
+    beta2: float = key(0.95, minimum=0.0, maximum=1.0, parent="optimizer.name", parent_values=("AdamW", "Adam"))
+    """Decay of the second moment."""
+    eps: float = key(1e-8, minimum=0.0, parent="optimizer.name", parent_values=("AdamW", "Adam"))
+    """Added to the root of the second moment."""
+    weight_decay: float = key(0.1, minimum=0.0)
+    """Weight decay."""
+    weight_decay_skip: list[Literal["norm", "bias", "embedding"]] = key(factory=list)
+    """Kinds of parameter left out of weight decay. Empty: every parameter decays, as in torchtitan."""
+    implementation: Literal["for-loop", "foreach", "fused"] = "fused"
+    """How the update is executed."""
+
+
+@dataclass
+class LRScheduler:
+    warmup_steps: int = key(200, minimum=0)
+    """Steps of linear warm-up. The first step's rate is above zero."""
+    total_steps: int | None = key(None, minimum=1)
+    """Length of the schedule. Unset: training.steps."""
+    decay_ratio: float | None = key(None, minimum=0.0, maximum=1.0)
+    """Share of the schedule spent decaying, after warm-up and a stable phase. Unset: decay begins after warm-up."""
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the decay."""
+    min_lr_factor: float = key(0.0, minimum=0.0, maximum=1.0)
+    """Rate at the end of the decay, as a share of optimizer.lr."""
+
+
+@dataclass
+class Training:
+    steps: int = key(10000, minimum=1)
+    """Optimizer steps to run."""
+    seq_len: int = key(2048, minimum=1)
+    """Tokens a sequence."""
+    local_batch_size: int = key(8, minimum=1)
+    """Sequences a rank runs in one forward and backward (one micro-batch)."""
+    global_batch_size: int = key(-1, minimum=-1)
+    """Sequences an optimizer step, over all ranks and micro-batches. -1: local_batch_size x data-parallel degree."""
+    max_norm: float = key(1.0, minimum=0.0)
+    """Clip the global gradient norm to this. 0: measure it, do not clip."""
+    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
+    """Compute dtype. Master weights, gradients after reduction and optimizer states stay float32."""
+    mixed_precision_reduce: Literal["float32"] = "float32"
+    """Dtype of gradient reductions under FSDP."""
+    nonfinite_loss: Literal["stop", "skip"] = "stop"
+    """On a NaN or infinite loss: stop and name the step and its documents, or skip the update and count it."""
+    gc_freq: int = key(50, minimum=1)
+    """Steps between runs of Python's garbage collector, which is off otherwise so that ranks pause together."""
+
+
+@dataclass
+class Data:
+    corpus: Literal["python", "text", "hf", "mixture"] = "python"
+    """python: the running Python's standard library. text: files at data.path. hf: data.name. mixture: data.sources."""
+    path: str = key("", parent="data.corpus", parent_values=("text",))
+    """File or folder of .txt, .jsonl or .parquet, each also as .gz or .xz (parquet excepted)."""
+    name: str = key("", parent="data.corpus", parent_values=("hf",))
+    """Data set for datasets.load_dataset(streaming=True): a hub name or a local folder."""
+    subset: str = key("", parent="data.corpus", parent_values=("hf",))
+    """Configuration of the data set ("en" of "allenai/c4")."""
+    split: str = key("train", parent="data.corpus", parent_values=("hf",))
+    """Split of the data set."""
+    text_field: str = key("text", parent="data.corpus", parent_values=("text", "hf"))
+    """Field that holds a row's text, in .jsonl, .parquet and data sets."""
+    roots: list[str] = key(factory=list, parent="data.corpus", parent_values=("python",))
+    """Further folders of .py, .md, .rst and .txt files for the python corpus; "site-packages" names the interpreter's own."""
+    sources: list[dict[str, Any]] = key(factory=list, parent="data.corpus", parent_values=("mixture",))
+    """Tables of a mixture: the keys of [data] that name a corpus, and weight (> 0)."""
+    holdout_percent: float = key(5.0, minimum=0.0, maximum=50.0)
+    """Share of documents, chosen by a hash of their text, kept out of training for validation."""
+    tokenizer: Literal["auto", "bytes", "bpe", "file"] = "auto"
+    """auto: file if model.hf_assets_path is set, else bpe. bpe is trained on the corpus once and cached."""
+    tokenizer_vocab_size: int = key(4096, minimum=257, parent="data.tokenizer", parent_values=("auto", "bpe"))
+    """Vocabulary of the trained BPE, special tokens included."""
+    packing: Literal["split_fill"] = "split_fill"
+    """split_fill: documents end to end, cut every seq_len tokens; no token is lost and none is padding."""
+    document_mask: bool = False
+    """Keep attention within a document, with positions that restart at its start."""
+    mask_boundary_labels: bool = False
+    """Leave out of the loss the label that is the first token of the next document."""
+    prefetch_steps: int = key(2, minimum=0)
+    """Steps prepared ahead by a background thread. 0: none. Never changes the data."""
+    cache_dir: str = ""
+    """Folder for trained tokenizers and tokenised corpora. Empty: ~/.cache/ablation-trainer (or XDG_CACHE_HOME)."""
+
+
+@dataclass
+class Parallelism:
+    data_parallel_replicate_degree: int = key(1, minimum=1)
+    """Ranks that hold whole copies. Alone: DDP. With a shard degree above 1: HSDP."""
+    data_parallel_shard_degree: int = key(-1, minimum=-1)
+    """Ranks that shard parameters (FSDP2). -1: the ranks that are left over. 1: none."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Free unsharded parameters after forward. default: always."""
+
+
+@dataclass
+class ActivationCheckpoint:
+    mode: Literal["none", "full", "selective"] = "none"
+    """none; full: recompute every block; selective: see selective_ac_option."""
+    selective_ac_option: str = key("2", parent="activation_checkpoint.mode", parent_values=("selective",))
+    """A number n: recompute every n-th block whole. "op": keep costly operators, recompute the rest."""
+
+
+@dataclass
+class Compile:
+    enable: bool = False
+    """torch.compile, per Transformer block."""
+    components: list[Literal["model", "loss"]] = key(
+        factory=lambda: ["model", "loss"], parent="compile.enable", parent_values=(True,)
+    )
+    """What to compile."""
+    backend: str = key("inductor", parent="compile.enable", parent_values=(True,))
+    """torch.compile backend."""
+
+
+@dataclass
+class Validation:
+    enable: bool = False
+    """Evaluate on held-out documents at step 0, every freq steps and at the end."""
+    freq: int = key(10, minimum=1, parent="validation.enable", parent_values=(True,))
+    """Steps between validations."""
+    steps: int = key(-1, minimum=-1, parent="validation.enable", parent_values=(True,))
+    """Batches of local_batch_size x data-parallel degree to evaluate; the same tokens each time. -1: all that are held out."""
+    local_batch_size: int = key(8, minimum=1, parent="validation.enable", parent_values=(True,))
+    """Sequences a rank evaluates at once."""
+
+
+@dataclass
+class Metrics:
+    log_freq: int = key(10, minimum=1)
+    """Steps between log lines. The device is synchronised at these steps only."""
+    enable_tensorboard: bool = True
+    """Write TensorBoard events."""
+    save_tb_folder: str = key("tb", parent="metrics.enable_tensorboard", parent_values=(True,))
+    """Folder of the events, inside the run directory."""
+    disable_color_printing: bool = False
+    """Never colour the console. Colour is used on a terminal only."""
+
+
+@dataclass
+class Comm:
+    init_timeout_seconds: int = key(300, minimum=1)
+    """Longest wait for a collective until the first step is done."""
+    train_timeout_seconds: int = key(100, minimum=1)
+    """Longest wait for a collective after the first step."""
+
+
+@dataclass
+class Debug:
+    seed: int = key(0, minimum=0)
+    """Sets init_seed and data_seed."""
+    init_seed: int | None = key(None, minimum=0)
+    """Seed of the initial weights. Unset: seed."""
+    data_seed: int | None = key(None, minimum=0)
+    """Seed of the order of the data. Unset: seed."""
+    deterministic: bool = False
+    """Deterministic algorithms only; the same run twice is bit-identical on one machine."""
+    deterministic_warn_only: bool = key(False, parent="debug.deterministic", parent_values=(True,))
+    """Warn about operators without a deterministic implementation instead of failing."""
+
+
+@dataclass
+class Config:
+    """One training run, section by section."""
+
+    job: Job = field(default_factory=Job)
+    model: Model = field(default_factory=Model)
+    attention: Attention = field(default_factory=Attention)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    training: Training = field(default_factory=Training)
+    data: Data = field(default_factory=Data)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
+    validation: Validation = field(default_factory=Validation)
+    metrics: Metrics = field(default_factory=Metrics)
+    comm: Comm = field(default_factory=Comm)
+    debug: Debug = field(default_factory=Debug)
