@@ -1,8 +1,8 @@
 """Everything taken from torchtitan, and the only file that imports it.
 
-torchtitan moved 68 % of its public symbols between 0.2.2 and 0.3.0, so what the trainer takes is named here once, for one
-release, and tests/test_titan.py holds the signatures. Each name is imported when it is first used: the leaves differ in
-what they pull in (TensorBoard, tokenizers, tyro, functorch), and a user of one need not have or pay for the others.
+torchtitan moved 68 % of its public symbols between 0.2.2 and 0.3.0, so what the trainer takes is named here once, for
+one release, and tests/test_titan.py holds the signatures. Each name is imported when it is first used: the leaves differ
+in what they pull in (TensorBoard, tokenizers, tyro, functorch), and a user of one need not have or pay for the others.
 
     from titan import clip_grad_norm_, dist_sum
 """
@@ -55,7 +55,7 @@ def __getattr__(name: str) -> Any:
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 peak of a device in FLOP/s by torchtitan's table, or None for a device it does not know.
 
-    torchtitan answers an unknown device with an A100's peak and a warning; an MFU against the wrong card is worse than none.
+    torchtitan answers an unknown device with an A100's peak and a warning. No MFU is better than one of the wrong card.
     """
     get_peak_flops = _leaf("torchtitan.tools.utils").get_peak_flops
     unknown: list[str] = []
@@ -84,8 +84,8 @@ def _leaf(module: str) -> Any:
         found = "not installed"
     if found != VERSION:
         raise ConfigError(
-            f"torchtitan {VERSION} is needed, found: {found}. Its names move between releases, so no other version works. "
-            f'Install it with: pip install "torchtitan=={VERSION}"'
+            f"torchtitan {VERSION} is needed, found: {found}. Its names move between releases, so no other version "
+            f'works. Install it with: pip install "torchtitan=={VERSION}"'
         )
     root = logging.getLogger()
     if _no_torchtitan_chatter not in root.filters:
@@ -94,5 +94,5 @@ def _leaf(module: str) -> Any:
 
 
 def _no_torchtitan_chatter(record: logging.LogRecord) -> bool:
-    """Drop torchtitan's lines below a warning. It logs to the root logger, and what they say the trainer says itself."""
+    """Drop torchtitan's lines below a warning: it logs to the root logger, and the trainer says the same itself."""
     return record.levelno >= logging.WARNING or "/torchtitan/" not in record.pathname.replace("\\", "/")

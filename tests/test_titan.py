@@ -93,9 +93,7 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch, found: str 
         return found
 
     monkeypatch.setattr(titan.importlib.metadata, "version", version)
-    with pytest.raises(
-        ConfigError, match=r"torchtitan 0\.3\.0 is needed, found: (0\.2\.2|not installed)\..*pip install"
-    ):
+    with pytest.raises(ConfigError, match=r"0\.3\.0 is needed, found: (0\.2\.2|not installed)\..*pip install"):
         titan.peak_flops("NVIDIA H200")
 
 
@@ -136,7 +134,7 @@ def test_garbage_collection_runs_by_step_and_silently(caplog: pytest.LogCaptureF
             collection = titan.GarbageCollection(gc_freq=5)
             assert not gc.isenabled()
             assert [step for step in range(1, 12) if collection.run(step)] == [5, 10]
-        logging.getLogger().info("a line of another file still passes")
+            logging.getLogger().info("a line of another file still passes")
         # torchtitan's structured logger does not propagate; what reaches the console comes through the root logger.
         assert [r.getMessage() for r in caplog.records if r.name == "root"] == ["a line of another file still passes"]
     finally:
