@@ -47,7 +47,7 @@ _LLAMA32 = RopeScaling(factor=32.0)
 FLAVORS: dict[str, dict[str, ModelShape]] = {
     "llama3": {
         "debug": ModelShape(vocab_size=4096, dim=128, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=384, max_seq_len=2048),
-        "160M": ModelShape(vocab_size=32_000, dim=768, n_layers=12, n_heads=12, n_kv_heads=12, hidden_dim=2048, max_seq_len=4096),
+        "160M": ModelShape(vocab_size=50_304, dim=768, n_layers=12, n_heads=12, n_kv_heads=12, hidden_dim=2048, max_seq_len=4096),
         "1B": ModelShape(
             vocab_size=128_256, dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, hidden_dim=8192, max_seq_len=131_072,
             rope_scaling=_LLAMA32, enable_weight_tying=True,

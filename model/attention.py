@@ -1,0 +1,113 @@
+"""Causal self-attention with grouped queries, and the seam through which its kernel is given.
+
+``Attention`` projects, rotates and hands ``(q, k, v, mask)`` to an *attention backend*; it does not know which kernel
+runs or whether keys live on other ranks. ``parallelisms/`` may wrap the backend; nothing else of attention crosses.
+"""
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from config.flavors import ModelShape
+from model.rope import apply_rope
+
+
+class AttentionBackend(Protocol):
+    """A kernel for causal attention."""
+
+    name: str
+
+    def prepare(self, document_ids: torch.Tensor | None) -> Any:
+        """Whatever the kernel wants to know about documents, made once a forward pass and shared by all layers.
+
+        Args:
+            document_ids: int32 (B, S), equal within a document, or None when attention may cross documents.
+        """
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            q: (B, S, H, D).
+            k, v: (B, S, H_kv, D), H_kv dividing H; query head h reads key head h // (H / H_kv).
+            mask: what ``prepare`` returned.
+
+        Returns:
+            (B, S, H, D). Scores are scaled by D ** -0.5.
+        """
+
+
+class SDPA:
+    """``torch.nn.functional.scaled_dot_product_attention``; on CUDA in the order cuDNN, flash, memory-efficient, math."""
+
+    name = "sdpa"
+    kernels = [
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    ]
+
+    def prepare(self, document_ids: torch.Tensor | None) -> torch.Tensor | None:
+        """Boolean (B, 1, S, S), True where a query may look; None for plain causal attention."""
+        if document_ids is None:
+            return None
+        same = document_ids[:, :, None] == document_ids[:, None, :]
+        return same.tril()[:, None]
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        with sdpa_kernel(self.kernels, set_priority=True):
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+            )
+        return out.transpose(1, 2)
+
+
+class SDPAMath(SDPA):
+    """The reference: softmax(q k^T) v in plain operators, the score matrix in memory."""
+
+    name = "sdpa_math"
+    kernels = [SDPBackend.MATH]
+
+
+BACKENDS: dict[str, type[AttentionBackend]] = {"sdpa": SDPA, "sdpa_math": SDPAMath}
+
+
+def attention_backend(name: str) -> AttentionBackend:
+    """The backend of ``attention.backend``. "auto" takes SDPA, which picks the best kernel torch has for the device."""
+    return BACKENDS["sdpa" if name == "auto" else name]()
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention (Ainslie et al., arXiv 2305.13245) without biases.
+
+    Args:
+        shape: the model's shape.
+        backend: the attention kernel; may be replaced after construction.
+    """
+
+    def __init__(self, shape: ModelShape, backend: AttentionBackend):
+        super().__init__()
+        self.head_dim = shape.head_dim
+        self.backend = backend
+        self.wq = nn.Linear(shape.dim, shape.n_heads * shape.head_dim, bias=False)
+        self.wk = nn.Linear(shape.dim, shape.n_kv_heads * shape.head_dim, bias=False)
+        self.wv = nn.Linear(shape.dim, shape.n_kv_heads * shape.head_dim, bias=False)
+        self.wo = nn.Linear(shape.n_heads * shape.head_dim, shape.dim, bias=False)
+        self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
+        self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
+
+    def forward(self, x: torch.Tensor, rope: torch.Tensor, mask: Any) -> torch.Tensor:
+        """(B, S, dim) -> (B, S, dim). ``rope``: rows of the rotary table for these positions."""
+        # The number of heads is read off the projection, which tensor parallelism narrows.
+        q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # (B, S, H, D)
+        k = self.wk(x).unflatten(-1, (-1, self.head_dim))  # (B, S, H_kv, D)
+        v = self.wv(x).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out = self.backend(apply_rope(q, rope), apply_rope(k, rope), v, mask)
+        return self.wo(out.flatten(-2))

@@ -1,0 +1,31 @@
+"""Activation checkpointing of Transformer blocks: keep less in forward, compute it again in backward."""
+
+import logging
+
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import titan
+
+logger = logging.getLogger(__name__)
+
+
+def apply_activation_checkpoint(model: nn.Module, *, mode: str, selective_ac_option: str) -> None:
+    """Wrap the blocks under ``model.layers`` in place.
+
+    Args:
+        mode: "full": every block is recomputed once. "selective": as ``selective_ac_option`` says.
+        selective_ac_option: "op": keep the outputs of matrix products (every second one), attention and collectives and
+            recompute the rest (torchtitan's SelectiveAC). A number n: recompute every n-th block, starting with the first.
+    """
+    if mode == "selective" and selective_ac_option == "op":
+        # torchtitan's default would also force the recomputation of a router that a dense model does not have.
+        titan.SelectiveAC(titan.SelectiveAC.Config(force_recompute_mm_shapes_by_fqns=[])).apply(model)
+        logger.info("Applied selective activation checkpointing by operator")
+        return
+    every = 1 if mode == "full" else int(selective_ac_option)
+    layers = model.get_submodule("layers")
+    for i, (name, block) in enumerate(list(layers.named_children())):
+        if i % every == 0:
+            layers.register_module(name, checkpoint_wrapper(block, preserve_rng_state=False, early_stop=False))
+    logger.info("Applied activation checkpointing to every %s block", "single" if every == 1 else f"{every}th")

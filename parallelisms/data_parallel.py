@@ -1,0 +1,82 @@
+"""Data parallelism: FSDP2, HSDP and DDP. Gradients are *summed* over ranks, never averaged.
+
+The trainer divides each rank's loss by the global batch's count of valid tokens, so the sum over ranks is the gradient of the
+global mean however unequal the ranks' shares are (torchtitan #2206, #2318).
+"""
+
+import logging
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+logger = logging.getLogger(__name__)
+
+
+def apply_fsdp(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    reshard_after_forward: str,
+) -> None:
+    """Shard ``model`` in place with FSDP2: a unit a block, one for the embedding, one for the final norm and head.
+
+    Args:
+        model: modules ``tok_embeddings``, ``layers``, ``norm``, ``output``; parameters may be on the meta device.
+        mesh: one dimension: FSDP over it. Two: HSDP, replicas x shards.
+        param_dtype: dtype of the gathered parameters and so of compute; shards stay as they are (float32).
+        reduce_dtype: dtype of the gradient reduction.
+        reshard_after_forward: "default", "always" or "never". The default frees every unit except the last, which the backward
+            pass needs at once.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    reshard = reshard_after_forward != "never"
+    embedding, norm, output = (model.get_submodule(n) for n in ("tok_embeddings", "norm", "output"))
+    if output.weight is embedding.weight:
+        # FSDP2 refuses a parameter that two units share: embedding and head become one unit, kept until backward.
+        fully_shard([embedding, norm, output], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    else:
+        fully_shard(embedding, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(
+            [norm, output], mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward == "always"
+        )
+    for block in model.get_submodule("layers").children():
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            if mesh.device_type == "cpu":  # gloo has no PREMUL_SUM
+                module.set_force_sum_reduction_for_comms(True)
+    kind = "HSDP" if mesh.ndim == 2 else "FSDP"
+    logger.info("Applied %s over %s, parameters %s, reductions %s", kind, tuple(mesh.shape), param_dtype, reduce_dtype)
+
+
+def apply_ddp(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Replicate ``model`` in place with DDP over the one-dimensional ``mesh``; gradients are summed in 100 MB buckets.
+
+    Parameters must be materialised and equal on all ranks before the first forward pass: nothing is broadcast.
+    """
+    group = mesh.get_group()
+    replicate(model, process_group=group, bucket_cap_mb=100, init_sync=False, gradient_as_bucket_view=True)
+
+    def sum_hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    model.register_comm_hook(None, sum_hook)
+    logger.info("Applied DDP over %d ranks", mesh.size())
+
+
+def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
+    """Whether the next backward pass reduces gradients over ranks. Off for all but the last micro-batch under DDP.
+
+    FSDP2 keeps reducing every micro-batch: holding unsharded gradients would cost the memory that sharding saves.
+    """
+    if hasattr(model, "set_requires_gradient_sync") and not isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(enabled)

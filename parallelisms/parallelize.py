@@ -1,0 +1,52 @@
+"""The order of techniques, in one function."""
+
+import contextlib
+
+import torch
+from torch import nn
+
+from config.schema import Config
+from parallelisms.activation_checkpoint import apply_activation_checkpoint
+from parallelisms.compile import apply_compile
+from parallelisms.data_parallel import apply_ddp, apply_fsdp
+from parallelisms.materialize import Draw, materialize
+from parallelisms.mesh import Mesh
+
+# float64 is for the parity harness: it tells a wrong gradient from a rounded one.
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, draw: Draw, device: torch.device) -> None:
+    """Spread ``model`` (on the meta device) over ``mesh`` in place and give it its initial weights.
+
+    Activation checkpointing -> compile (per block) -> FSDP2 / HSDP -> weights -> DDP.
+
+    Checkpointing comes first so that the compiler sees it; FSDP wraps what is compiled, so its collectives stay outside the
+    graph; weights need their final placement; DDP reads parameters when it is built and comes last.
+    """
+    checkpointing = config.activation_checkpoint
+    if checkpointing.mode != "none":
+        apply_activation_checkpoint(
+            model, mode=checkpointing.mode, selective_ac_option=checkpointing.selective_ac_option
+        )
+    if config.compile.enable and "model" in config.compile.components:
+        apply_compile(model, backend=config.compile.backend)
+    if mesh.sharded and mesh.device_mesh is not None:
+        apply_fsdp(
+            model,
+            mesh.device_mesh if mesh.replicated else mesh.device_mesh["dp_shard"],
+            param_dtype=DTYPES[config.training.mixed_precision_param],
+            reduce_dtype=DTYPES[config.training.mixed_precision_reduce],
+            reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+        )
+    materialize(model, draw=draw, device=device)
+    if mesh.replicated and not mesh.sharded and mesh.device_mesh is not None:
+        apply_ddp(model, mesh.device_mesh["dp_replicate"])
+
+
+def compute_precision(mesh: Mesh, config: Config, device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """The context a forward pass runs in: FSDP2 casts parameters itself, every other layout computes under autocast."""
+    dtype = DTYPES[config.training.mixed_precision_param]
+    if mesh.sharded or dtype != torch.bfloat16:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=dtype)

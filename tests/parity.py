@@ -1,0 +1,184 @@
+"""The parity harness: does a mesh train the same model on the same data as one process does?
+
+    check(reference, candidate, world_size=2)
+
+trains both configurations a few steps in float32 with plain, unclipped SGD (Adam hides scale errors) and compares, in the
+order in which things happen: token ids, initial weights, and for each step the loss, every gradient, the gradient norm and the
+weights after the update. The first difference is the one that explains; it is named with tensor, step and size.
+
+A gradient passes when |g - g0| <= 1e-5 max(|g0|, 1e-6 x global norm) in L2, and must be exactly zero where g0 is. A failure is repeated in
+float64: an error that vanishes there was rounding, one that stays is wrong.
+"""
+
+import copy
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import train
+from config.schema import Config
+from data.build import build_data
+from parallelisms.mesh import plan_mesh
+from parallelisms.names import named_parameters
+from tests import ranks
+
+TOLERANCE = 1e-5
+FLOOR = 1e-6
+"""Share of the global gradient norm below which a tensor's own norm is not a fair measure of its error."""
+
+
+@dataclass
+class Trace:
+    """What one configuration did, on rank 0, in full tensors."""
+
+    tokens: dict[int, str] = field(default_factory=dict)
+    """Sample id -> digest of its token ids and labels, over all ranks and steps."""
+    sample_counts: list[int] = field(default_factory=list)
+    """Samples read in each step over all ranks that read different ones."""
+    initial: dict[str, torch.Tensor] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: list[dict[str, torch.Tensor]] = field(default_factory=list)
+
+
+@dataclass
+class Report:
+    """The largest relative error seen of each kind. ``failures`` is empty when the two agree."""
+
+    errors: dict[str, float] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+
+def check(reference: Config, candidate: Config, *, world_size: int, steps: int = 2, reference_world: int = 1) -> Report:
+    """Raise AssertionError, explained, unless ``candidate`` on ``world_size`` ranks trains as ``reference`` does."""
+    report = compare(trace(reference, reference_world, steps), trace(candidate, world_size, steps))
+    if report.failures:
+        exact = compare(
+            trace(reference, reference_world, steps, float64=True), trace(candidate, world_size, steps, float64=True), 1e-10
+        )
+        verdict = "the difference stays in float64: it is wrong, not rounded" if exact.failures else (
+            "in float64 the two agree: the difference is rounding"
+        )
+        raise AssertionError("\n".join([*report.failures[:12], verdict, *exact.failures[:3]]))
+    return report
+
+
+def trace(config: Config, world_size: int, steps: int, *, float64: bool = False) -> Trace:
+    """Train ``config`` on ``world_size`` gloo ranks and return what happened."""
+    config = copy.deepcopy(config)
+    config.optimizer.name = "SGD"
+    config.optimizer.weight_decay = 0.0
+    config.training.max_norm = 0.0
+    config.training.mixed_precision_param = "float64" if float64 else "float32"  # type: ignore[assignment]
+    return ranks.run(world_size, _train, config, steps)[0]
+
+
+def _train(config: Config, steps: int) -> Trace:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    float64 = config.training.mixed_precision_param == "float64"
+    torch.manual_seed(1234 + rank)  # nothing may depend on the global generator
+    mesh = plan_mesh(config.parallelism, world_size, rank)
+    if dist.is_initialized():
+        mesh.connect("cpu")
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if float64 else torch.float32)
+    try:
+        pipeline = build_data(config, dp_rank=mesh.dp_rank, dp_degree=mesh.dp_degree)
+        model = train.build_model(config, mesh, torch.device("cpu"))
+        step = train.build_step(config, model, mesh, torch.device("cpu"))
+        result = Trace(initial=_full(dict(named_parameters(model))))
+        for _ in range(steps):
+            batch = pipeline.train.next_step()
+            _record_tokens(result, batch)
+            step.optimizer.zero_grad()
+            loss_sum = step.forward_backward(batch)
+            gradients = {n: p.grad for n, p in named_parameters(model)}
+            missing = [n for n, g in gradients.items() if g is None]
+            assert not missing, f"no gradient for {missing}"
+            result.gradients.append(_full(gradients))
+            result.norms.append(float(step.clip()))
+            step.optimizer.step()
+            result.weights.append(_full(dict(named_parameters(model))))
+            if dist.is_initialized():
+                dist.all_reduce(loss_sum, group=mesh.dp_mesh.get_group() if mesh.dp_mesh else None)
+            result.losses.append(float(loss_sum) / batch.global_valid_tokens)
+        pipeline.close()
+    finally:
+        torch.set_default_dtype(default)
+    return result
+
+
+def _full(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Whole CPU copies; a collective for sharded tensors."""
+    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in tensors.items()}
+
+
+def _record_tokens(result: Trace, batch: Any) -> None:
+    mine = {}
+    for micro_batch in batch.micro_batches:
+        for row, sample in enumerate(micro_batch.sample_ids):
+            content = micro_batch.tokens[row].numpy().tobytes() + micro_batch.labels[row].numpy().tobytes()
+            mine[sample] = hashlib.sha256(content).hexdigest()
+    everyone = [mine]
+    if dist.is_initialized():
+        everyone = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, mine)
+    # Ranks that must read the same samples (tp, cp, pp) do not count twice; ranks that must not are caught here.
+    distinct = {s for samples in everyone for s in samples}
+    result.sample_counts.append(len(distinct))
+    for samples in everyone:
+        result.tokens.update(samples)
+
+
+def compare(a: Trace, b: Trace, tolerance: float = TOLERANCE) -> Report:
+    """Compare a reference ``a`` with ``b``."""
+    report = Report()
+
+    def fail(what: str) -> None:
+        report.failures.append(what)
+
+    def scalar(kind: str, step: int, x: float, y: float) -> None:
+        error = abs(x - y) / max(abs(x), 1e-30)
+        report.errors[kind] = max(report.errors.get(kind, 0.0), error)
+        if not error <= tolerance:  # a NaN fails
+            fail(f"step {step}: {kind} {y:.9g}, reference {x:.9g} (relative {error:.1e}, ratio {y / x if x else 0:.6f})")
+
+    if a.sample_counts != b.sample_counts or a.tokens != b.tokens:
+        different = [s for s in sorted(a.tokens.keys() | b.tokens.keys()) if a.tokens.get(s) != b.tokens.get(s)]
+        fail(f"data: {b.sample_counts} samples a step, reference {a.sample_counts}; samples that differ: {different[:8]}")
+    for name in sorted(a.initial.keys() | b.initial.keys()):
+        x, y = a.initial.get(name), b.initial.get(name)
+        if x is None or y is None or not torch.equal(x, y):
+            fail(f"initial weights: {name} is not bit-identical")
+    for step, (losses, gradients, norms, weights) in enumerate(
+        zip(zip(a.losses, b.losses), zip(a.gradients, b.gradients), zip(a.norms, b.norms), zip(a.weights, b.weights)), 1
+    ):
+        scalar("loss", step, *losses)
+        for name, x in gradients[0].items():
+            _tensor(report, "gradient", step, name, x, gradients[1].get(name), norms[0], tolerance)
+        scalar("gradient norm", step, *norms)
+        for name, x in weights[0].items():
+            _tensor(report, "weights", step, name, x, weights[1].get(name), 0.0, tolerance)
+    return report
+
+
+def _tensor(
+    report: Report, kind: str, step: int, name: str, x: torch.Tensor, y: torch.Tensor | None, norm: float, tolerance: float
+) -> None:
+    if y is None or y.shape != x.shape:
+        report.failures.append(f"step {step}: {kind} of {name} is missing or has another shape")
+        return
+    size = float(x.norm())
+    error = float((y - x).norm()) / max(size, FLOOR * norm, 1e-30)
+    report.errors[kind] = max(report.errors.get(kind, 0.0), error)
+    if size == 0.0 and float(y.norm()) != 0.0:
+        report.failures.append(f"step {step}: {kind} of {name} must be exactly zero, its norm is {float(y.norm()):.3g}")
+    elif not error <= tolerance:
+        ratio = float(y.norm()) / size if size else float("inf")
+        report.failures.append(f"step {step}: {kind} of {name} off by {error:.1e} (norm ratio {ratio:.6f})")
