@@ -1,8 +1,9 @@
 """Everything taken from torchtitan, and the only file that imports it.
 
 torchtitan moved 68 % of its public symbols between 0.2.2 and 0.3.0, so what the trainer takes is named here once, for
-one release, and tests/test_titan.py holds the signatures. Each name is imported when it is first used: the leaves differ
-in what they pull in (TensorBoard, tokenizers, tyro, functorch), and a user of one need not have or pay for the others.
+one release, and tests/test_titan.py holds the signatures. Each name is imported when it is first used: the leaves
+differ in what they pull in (TensorBoard, tokenizers, tyro, functorch), and a user of one need not have or pay for the
+others.
 
     from titan import clip_grad_norm_, dist_sum
 """
