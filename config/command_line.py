@@ -38,7 +38,7 @@ def parse(argv: list[str]) -> CommandLine:
     Hyphens and underscores in a key are the same. Of a key given twice, the last counts.
 
     Raises:
-        ConfigError: unknown key (with the nearest), missing value, wrong type, out of range; every mistake, a line each.
+        ConfigError: unknown key (with the nearest), missing value, wrong type, out of range: each mistake on a line.
     """
     line, mistakes, position = CommandLine(), [], 0
     while position < len(argv):
@@ -54,7 +54,9 @@ def parse(argv: list[str]) -> CommandLine:
         option, negated = _without_negation(option.replace("-", "_"))
         values = [attached] if equals else []
         if not equals:
-            while position < len(argv) and not argv[position].startswith("--") and _takes(option, values, argv[position]):
+            while (
+                position < len(argv) and not argv[position].startswith("--") and _takes(option, values, argv[position])
+            ):
                 values.append(argv[position])
                 position += 1
         try:
@@ -98,7 +100,9 @@ def _store(line: CommandLine, option: str, negated: bool, values: list[str]) -> 
     key = all_keys().get(option)
     if key is None and not torchtitan_keys.is_known(option):
         if option.startswith(("ablation.", "arms.")):
-            raise ConfigError(f"{WHERE}: --{option}: belongs in the TOML file; the command line takes --{_ARM} NAME only")
+            raise ConfigError(
+                f"{WHERE}: --{option}: belongs in the TOML file; the command line takes --{_ARM} NAME only"
+            )
         known = [*all_keys(), *torchtitan_keys.names(), _ARM]
         raise ConfigError(f"{WHERE}: --{option}: {unknown_key(option, known, '--{}')}")
     kind = Any if key is None else key.type
@@ -159,5 +163,3 @@ def help_text() -> str:
         about = "; ".join([expected(key.type), *bounds, f"default {shown(key.default)}"])
         out += [f"  --{full}", f"      {lines[full]}", f"      ({about})"]
     return "\n".join(out)
-
-

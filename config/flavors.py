@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from config.errors import ConfigError
+from config.keys import did_you_mean, shown
 from config.schema import Model
 
 
@@ -46,26 +47,71 @@ _LLAMA32 = RopeScaling(factor=32.0)
 
 FLAVORS: dict[str, dict[str, ModelShape]] = {
     "llama3": {
-        "debug": ModelShape(vocab_size=4096, dim=128, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=384, max_seq_len=2048),
-        "160M": ModelShape(vocab_size=50_304, dim=768, n_layers=12, n_heads=12, n_kv_heads=12, hidden_dim=2048, max_seq_len=4096),
+        "debug": ModelShape(
+            vocab_size=4096, dim=128, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=384, max_seq_len=2048
+        ),
+        "debugmodel": ModelShape(  # torchtitan 0.2.2's
+            vocab_size=2048,
+            dim=256,
+            n_layers=6,
+            n_heads=16,
+            n_kv_heads=16,
+            hidden_dim=768,
+            max_seq_len=131_072,
+            rope_scaling=_LLAMA31,
+        ),
+        "160M": ModelShape(
+            vocab_size=50_304, dim=768, n_layers=12, n_heads=12, n_kv_heads=12, hidden_dim=2048, max_seq_len=4096
+        ),
         "1B": ModelShape(
-            vocab_size=128_256, dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, hidden_dim=8192, max_seq_len=131_072,
-            rope_scaling=_LLAMA32, enable_weight_tying=True,
+            vocab_size=128_256,
+            dim=2048,
+            n_layers=16,
+            n_heads=32,
+            n_kv_heads=8,
+            hidden_dim=8192,
+            max_seq_len=131_072,
+            rope_scaling=_LLAMA32,
+            enable_weight_tying=True,
         ),
         "1B_untied": ModelShape(
-            vocab_size=128_256, dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, hidden_dim=8192, max_seq_len=131_072,
+            vocab_size=128_256,
+            dim=2048,
+            n_layers=16,
+            n_heads=32,
+            n_kv_heads=8,
+            hidden_dim=8192,
+            max_seq_len=131_072,
             rope_scaling=_LLAMA32,
         ),
         "8B": ModelShape(
-            vocab_size=128_256, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, hidden_dim=14_336, max_seq_len=131_072,
+            vocab_size=128_256,
+            dim=4096,
+            n_layers=32,
+            n_heads=32,
+            n_kv_heads=8,
+            hidden_dim=14_336,
+            max_seq_len=131_072,
             rope_scaling=_LLAMA31,
         ),
         "70B": ModelShape(
-            vocab_size=128_256, dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, hidden_dim=28_672, max_seq_len=131_072,
+            vocab_size=128_256,
+            dim=8192,
+            n_layers=80,
+            n_heads=64,
+            n_kv_heads=8,
+            hidden_dim=28_672,
+            max_seq_len=131_072,
             rope_scaling=_LLAMA31,
         ),
         "405B": ModelShape(
-            vocab_size=128_256, dim=16_384, n_layers=126, n_heads=128, n_kv_heads=8, hidden_dim=53_248, max_seq_len=131_072,
+            vocab_size=128_256,
+            dim=16_384,
+            n_layers=126,
+            n_heads=128,
+            n_kv_heads=8,
+            hidden_dim=53_248,
+            max_seq_len=131_072,
             rope_scaling=_LLAMA31,
         ),
     },
@@ -79,13 +125,21 @@ def resolve_shape(model: Model) -> ModelShape:
         ConfigError: unknown family or flavor. (config/rules.py checks divisibility.)
     """
     if model.name not in FLAVORS:
-        raise ConfigError(f"model.name = {model.name!r}: unknown model family; choose one of {sorted(FLAVORS)}")
+        guess, choices = did_you_mean(model.name, FLAVORS), ", ".join(shown(name) for name in FLAVORS)
+        raise ConfigError(f"model.name = {shown(model.name)}: unknown model family{guess}; known: {choices}")
     family = FLAVORS[model.name]
     if model.flavor not in family:
-        raise ConfigError(f"model.flavor = {model.flavor!r}: unknown flavor of {model.name}; choose one of {list(family)}")
+        guess, choices = did_you_mean(model.flavor, family), ", ".join(shown(name) for name in family)
+        raise ConfigError(
+            f"model.flavor = {shown(model.flavor)}: unknown flavor of {model.name}{guess}; known: {choices}"
+        )
     names = {f.name for f in fields(ModelShape)} & set(vars(model))
     changed = {n: getattr(model, n) for n in names if getattr(model, n) is not None}
     shape = family[model.flavor]
-    if changed.keys() & {"dim", "n_heads"} and "head_dim" not in changed and shape.head_dim * shape.n_heads == shape.dim:
+    if (
+        changed.keys() & {"dim", "n_heads"}
+        and "head_dim" not in changed
+        and shape.head_dim * shape.n_heads == shape.dim
+    ):
         changed["head_dim"] = 0  # follow dim / n_heads as the flavor does
     return replace(shape, **changed)

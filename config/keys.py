@@ -66,7 +66,7 @@ def companions() -> dict[str, tuple[str, tuple[Any, ...]]]:
 
 @cache
 def help_lines() -> dict[str, str]:
-    """Full key -> the docstring line under its field in config/schema.py; section name -> its class docstring, if any."""
+    """Full key -> the docstring line under its field in config/schema.py, those of [ablation] included."""
     by_class: dict[str, dict[str, str]] = {}
     for node in ast.parse(inspect.getsource(schema)).body:
         if isinstance(node, ast.ClassDef):
@@ -99,7 +99,9 @@ def shown(value: Any) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{_bare_or_quoted(k)} = {shown(v)}" for k, v in value.items()) + " }" if value else "{}"
+        return (
+            "{ " + ", ".join(f"{_bare_or_quoted(k)} = {shown(v)}" for k, v in value.items()) + " }" if value else "{}"
+        )
     if isinstance(value, list | tuple):
         return "[" + ", ".join(shown(v) for v in value) + "]"
     return str(value)

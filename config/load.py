@@ -27,7 +27,7 @@ class Resolved:
 
     config: Config
     origins: dict[str, str]
-    """Full key -> file name, ``file [arms.x]``, "command line", "default", or one of these with the key it was derived from."""
+    """Full key -> file name, ``file [arms.x]``, "command line" or "default"; translated keys also say from which key."""
     files: list[Path] = field(default_factory=list)
     """Files that were read, in the order in which they were overlaid."""
     base_diff: dict[str, tuple[Any, Any]] = field(default_factory=dict)
@@ -109,7 +109,11 @@ class _Merged:
 
     def overlay(self, leaves: dict[str, Any], origin: str, where: str) -> None:
         """Lay one layer over the others; ``where`` leads a message about it."""
-        extra = torchtitan_keys.translated(leaves, self.foreign, where)
+        corpus = self.values.get("data.corpus", all_keys()["data.corpus"].default)
+        extra = torchtitan_keys.translated(leaves, self.foreign, corpus, where)
+        if "data.corpus" in leaves:  # the layers below named a data set; this one replaces it
+            for twin in ("training.dataset", "training.dataset_path"):
+                self.foreign.pop(twin, None)
         for full, (value, source) in extra.items():
             self.values[full] = value
             self.origins[full] = f"{origin}, from {source}"
@@ -145,10 +149,12 @@ def _resolve(document: Document | None, overrides: dict[str, Any], arm: str | No
         config.job.config_file = str(document.path)
         merged.origins["job.config_file"] = command_line.WHERE
     origins = {full: merged.origins.get(full, "default") for full in all_keys()}
-    rules.check(config, origins)
+    notes += rules.check(config, origins)
     now = flatten(config)
     changed = {
-        full: (base[full], value) for full, value in now.items() if value != base[full] and full not in _NOT_PART_OF_THE_RUN
+        full: (base[full], value)
+        for full, value in now.items()
+        if value != base[full] and full not in _NOT_PART_OF_THE_RUN
     }
     resolved = Resolved(config, origins, [d.path for d in documents], changed, notes)
     if document:
@@ -179,7 +185,7 @@ def _arms(document: Document | None, arm: str | None) -> list[tuple[str, dict[st
                 if leaves[full] != arms[name][full]:
                     raise ConfigError(
                         f"--ablation.arm {arm}: {other} sets {full} = {shown(leaves[full])},"
-                        f" {name} sets it to {shown(arms[name][full])}; arms that set one key differently do not combine"
+                        f" {name} sets it to {shown(arms[name][full])}; arms that set a key differently do not combine"
                     )
         chosen.append((name, arms[name]))
     return chosen

@@ -1,14 +1,258 @@
-"""Rules between keys."""
+"""Rules between keys, checked before anything is touched. Those that need the number of ranks are in config/world.py."""
 
 from __future__ import annotations
 
-from config.flavors import resolve_shape
-from config.schema import Config
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from config.errors import ConfigError
+from config.flavors import ModelShape, resolve_shape
+from config.keys import all_keys, checked, did_you_mean, shown, unknown_key
+from config.schema import Config, Data, Model
+
+COMPILE_BACKENDS = ("inductor", "eager", "aot_eager", "aot_eager_decomp_partition", "cudagraphs")
+"""Backends of torch.compile that ship with torch and can train."""
+
+_CORPUS_NEEDS = {"text": "path", "hf": "name", "mixture": "sources"}
+_SOURCE_KEYS = ("corpus", "path", "name", "subset", "split", "text_field", "roots")
+
+Said = Callable[[str], str]
 
 
-def check(config: Config, origins: dict[str, str]) -> None:
-    resolve_shape(config.model)
+def effective(config: Config) -> dict[str, tuple[Any, str]]:
+    """Full key -> (value, rule) for each key that is unset and follows from another: shape, seeds, schedule."""
+    shape, model, debug = resolve_shape(config.model), config.model, config.debug
+    found: dict[str, tuple[Any, str]] = {}
+    for f in fields(Model):
+        if getattr(model, f.name) is None:
+            follows = f.name == "head_dim" and (model.dim is not None or model.n_heads is not None)
+            found[f"model.{f.name}"] = (
+                getattr(shape, f.name),
+                "dim / n_heads" if follows else f"flavor {model.flavor}",
+            )
+    if config.lr_scheduler.total_steps is None:
+        found["lr_scheduler.total_steps"] = (config.training.steps, "training.steps")
+    for name in ("init_seed", "data_seed"):
+        if getattr(debug, name) is None:
+            found[f"debug.{name}"] = (debug.seed, "debug.seed")
+    return found
+
+
+def check(config: Config, origins: dict[str, str]) -> list[str]:
+    """Check every rule between keys that needs neither a device nor the file system.
+
+    Returns:
+        Notes: what is allowed and may surprise, a sentence each.
+
+    Raises:
+        ConfigError: every broken rule, a line each, with the numbers, where they came from and the fix.
+    """
+    shape = resolve_shape(config.model)
+    follows = effective(config)
+
+    def said(full: str) -> str:
+        section, name = full.split(".")
+        value, origin = follows.get(full, (getattr(getattr(config, section), name), origins.get(full, "")))
+        return f"{full} = {shown(value)} ({origin})" if origin else f"{full} = {shown(value)}"
+
+    broken = [
+        *_model_rules(config, shape, said),
+        *_step_rules(config, said),
+        *_data_rules(config, shape, said),
+        *_option_rules(config, said),
+    ]
+    if broken:
+        raise ConfigError("\n".join(broken))
+    return list(_schedule_notes(config))
+
+
+def _model_rules(config: Config, shape: ModelShape, said: Said) -> Iterator[str]:
+    if config.model.head_dim is None and shape.dim % shape.n_heads:
+        yield f"{said('model.dim')} is not divisible by {said('model.n_heads')}. Change one, or set model.head_dim."
+    elif shape.head_dim % 2:
+        yield f"{said('model.head_dim')} is odd; rotary embeddings turn pairs. Choose an even head_dim."
+    if shape.n_heads % shape.n_kv_heads:
+        yield (
+            f"{said('model.n_heads')} is not divisible by {said('model.n_kv_heads')}."
+            " Each key and value head serves n_heads / n_kv_heads query heads: choose a divisor of n_heads."
+        )
+    if config.training.seq_len > shape.max_seq_len:
+        yield (
+            f"{said('training.seq_len')} is longer than the model allows: {said('model.max_seq_len')}."
+            " Shorten seq_len, or raise model.max_seq_len."
+        )
+
+
+def _step_rules(config: Config, said: Said) -> Iterator[str]:
+    size, local = config.training.global_batch_size, config.training.local_batch_size
+    if size == 0:
+        yield f"{said('training.global_batch_size')}: must be at least 1, or -1 for local_batch_size x data-parallel degree"
+    elif size > 0 and size % local:
+        yield (
+            f"{said('training.global_batch_size')} is not divisible by {said('training.local_batch_size')}."
+            f" Nearest that are: {', '.join(str(n) for n in _multiples_around(size, local))}."
+        )
+    if config.parallelism.data_parallel_shard_degree == 0:
+        yield f"{said('parallelism.data_parallel_shard_degree')}: must be at least 1, or -1 for the ranks left over"
+    if config.validation.steps == 0:
+        yield f"{said('validation.steps')}: must be at least 1, or -1 for all that is held out"
+    if config.validation.enable and config.data.holdout_percent == 0:
+        yield (
+            f"{said('validation.enable')} needs held-out documents, and {said('data.holdout_percent')}."
+            " Set data.holdout_percent = 5, or validation.enable = false."
+        )
+
+
+def _data_rules(config: Config, shape: ModelShape, said: Said) -> Iterator[str]:
+    data = config.data
+    needed = _CORPUS_NEEDS.get(data.corpus)
+    if needed and not getattr(data, needed):
+        yield f"{said('data.corpus')} needs data.{needed}, which is empty."
+    if data.corpus == "mixture":
+        for number, source in enumerate(data.sources, start=1):
+            yield from _source_rules(source, f"data.sources, table {number}")
+    kind = tokenizer_kind(config)
+    if kind == "file" and not config.model.hf_assets_path:
+        yield f"{said('data.tokenizer')} needs model.hf_assets_path, the folder with tokenizer.json."
+    if kind == "bpe" and data.tokenizer_vocab_size > shape.vocab_size:
+        yield (
+            f"{said('data.tokenizer_vocab_size')} is larger than {said('model.vocab_size')}: some tokens would have no"
+            " embedding. Lower data.tokenizer_vocab_size, or raise model.vocab_size."
+        )
+
+
+def tokenizer_kind(config: Config) -> str:
+    """What ``data.tokenizer = "auto"`` stands for: "file" if model.hf_assets_path is set, else "bpe"."""
+    if config.data.tokenizer != "auto":
+        return config.data.tokenizer
+    return "file" if config.model.hf_assets_path else "bpe"
+
+
+def _source_rules(source: dict[str, Any], where: str) -> Iterator[str]:
+    """One table of a mixture: the keys of [data] that name a corpus, each of its type, and a weight."""
+    for name, value in source.items():
+        if name == "weight":
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                yield f"{where}: weight = {shown(value)}: expected a number above 0"
+        elif name not in _SOURCE_KEYS:
+            known = [f"data.{n}" for n in (*_SOURCE_KEYS, "weight")]
+            yield f"{where}: {name}: {unknown_key(f'data.{name}', known)}"
+        else:
+            try:
+                checked(all_keys()[f"data.{name}"], value)
+            except ValueError as error:
+                yield f"{where}: {name} = {shown(value)}: {error}"
+    corpus = source.get("corpus")
+    if corpus is None or "weight" not in source:
+        missing = "corpus" if corpus is None else "weight"
+        yield f'{where}: {missing} is missing; a table looks like {{ corpus = "text", path = "...", weight = 1.0 }}'
+    elif corpus == "mixture":
+        yield f'{where}: corpus = "mixture": a mixture does not nest; list its sources here.'
+    elif (needed := _CORPUS_NEEDS.get(corpus)) and not source.get(needed):
+        yield f"{where}: corpus = {shown(corpus)} needs {needed}."
+
+
+def _option_rules(config: Config, said: Said) -> Iterator[str]:
+    for name in ("beta1", "beta2"):
+        if config.optimizer.name != "SGD" and getattr(config.optimizer, name) == 1.0:
+            yield f"{said(f'optimizer.{name}')}: must be below 1, or the moment never moves."
+    option = config.activation_checkpoint.selective_ac_option
+    if option != "op" and not (option.isdecimal() and int(option) > 0):
+        where = said("activation_checkpoint.selective_ac_option")
+        yield f'{where}: expected "op", or a whole number of at least 1 as text, such as "2"'
+    if config.compile.backend not in COMPILE_BACKENDS:
+        guess, choices = did_you_mean(config.compile.backend, COMPILE_BACKENDS), ", ".join(map(shown, COMPILE_BACKENDS))
+        yield f"{said('compile.backend')}: unknown backend{guess}; known: {choices}"
+    if config.compile.enable and not config.compile.components:
+        yield f"{said('compile.enable')} with no compile.components compiles nothing. Name some, or set compile.enable = false."
+    folder = Path(config.metrics.save_tb_folder)
+    if not folder.parts or folder.is_absolute() or ".." in folder.parts:
+        yield f'{said("metrics.save_tb_folder")}: expected a folder inside the run directory, such as "tb".'
+    if not config.job.dump_folder:
+        yield f'{said("job.dump_folder")}: expected a folder, such as "outputs".'
+
+
+def _schedule_notes(config: Config) -> Iterator[str]:
+    schedule = config.lr_scheduler
+    total = schedule.total_steps or config.training.steps
+    if schedule.warmup_steps >= total:
+        yield (
+            f"lr_scheduler.warmup_steps = {schedule.warmup_steps} fills all {total} steps of the schedule:"
+            " the rate rises to the end and never decays"
+        )
+    elif schedule.decay_ratio is not None and schedule.warmup_steps + round(total * schedule.decay_ratio) > total:
+        yield (
+            f"lr_scheduler.decay_ratio = {schedule.decay_ratio} of {total} steps does not fit after"
+            f" {schedule.warmup_steps} steps of warm-up: the decay is shortened to {total - schedule.warmup_steps} steps"
+        )
+    if total < config.training.steps:
+        yield (
+            f"lr_scheduler.total_steps = {total} is shorter than training.steps = {config.training.steps}:"
+            f" the last {config.training.steps - total} steps stay at the final rate"
+        )
+
+
+def _multiples_around(size: int, unit: int) -> list[int]:
+    below = size // unit * unit
+    return [n for n in (below, below + unit) if n > 0]
 
 
 def check_files(config: Config, origins: dict[str, str]) -> None:
-    return None
+    """Check that what the run will read exists: corpus, tokenizer, further roots. Reads names, not contents.
+
+    Raises:
+        ConfigError: every missing or empty path, a line each.
+    """
+    broken = list(missing_files(config, origins))
+    if broken:
+        raise ConfigError("\n".join(broken))
+
+
+def missing_files(config: Config, origins: dict[str, str]) -> Iterator[str]:
+    """What :func:`check_files` refuses, a sentence each."""
+
+    def said(full: str, value: str) -> str:
+        origin = origins.get(full, "")
+        return f"{full} = {shown(value)} ({origin})" if origin and origin != "default" else f"{full} = {shown(value)}"
+
+    data, assets = config.data, config.model.hf_assets_path
+    yield from _missing_corpus(vars(data), lambda name, value: said(f"data.{name}", value))
+    if data.corpus == "mixture":
+        for number, source in enumerate(data.sources, start=1):
+            defaults = {name: getattr(Data(), name) for name in _SOURCE_KEYS}
+            where = f"data.sources, table {number}"
+            yield from _missing_corpus(
+                defaults | source, lambda name, value, where=where: f"{where}: {name} = {shown(value)}"
+            )
+    if tokenizer_kind(config) == "file":
+        folder = Path(assets).expanduser()
+        where = said("model.hf_assets_path", assets)
+        way_out = 'Put a tokenizer.json there, or train without: data.tokenizer = "bpe" or "bytes".'
+        if not folder.is_dir():
+            yield f"{where}: no such folder; the tokenizer is read from it. {way_out}"
+        elif not (folder / "tokenizer.json").is_file():
+            yield f"{where}: holds no tokenizer.json. {way_out}"
+    for full, path in (("job.run_dir", config.job.run_dir), ("job.dump_folder", config.job.dump_folder)):
+        if path and Path(path).expanduser().exists() and not Path(path).expanduser().is_dir():
+            yield f"{said(full, path)}: is a file; expected a folder, or a name that is free."
+
+
+def _missing_corpus(keys: dict[str, Any], said: Callable[[str, str], str]) -> Iterator[str]:
+    if keys["corpus"] == "text":
+        path = Path(keys["path"]).expanduser()
+        if not path.exists():
+            yield f"{said('path', keys['path'])}: no such file or folder (relative to {Path.cwd()})"
+        elif path.is_dir() and not any(path.iterdir()):
+            yield f"{said('path', keys['path'])}: the folder is empty; expected .txt, .jsonl or .parquet files."
+        elif path.is_file() and path.stat().st_size == 0:
+            yield f"{said('path', keys['path'])}: the file is empty."
+    elif keys["corpus"] == "hf":
+        name = keys["name"]
+        if name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().exists():
+            yield f"{said('name', name)}: no such folder."
+    elif keys["corpus"] == "python":
+        for root in keys["roots"]:
+            if root != "site-packages" and not Path(root).expanduser().is_dir():
+                yield f"{said('roots', root)}: no such folder."

@@ -1,9 +1,9 @@
 """Every key a training TOML may hold: its type, its default and one line on what it means.
 
 Section and key names are those of torchtitan 0.2.2 wherever the meaning is the same. The line under a field is its help
-text (``--help`` and docs/configuration.md are generated from it). ``key(...)`` adds what a type cannot say: a lower
-bound, and the *parent* a key depends on. A key with a parent is a **companion**: it is inert unless the parent has one of
-the given values, so an ablation may change it together with its parent.
+text (``--help`` and docs/configuration.md are generated from it). ``key(...)`` adds what a type cannot say:
+bounds, and the *parent* a key depends on. A key with a parent is a **companion**: it is inert unless the parent has one
+of the given values, so an ablation may change it together with its parent.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Data:
     text_field: str = key("text", parent="data.corpus", parent_values=("text", "hf"))
     """Field that holds a row's text, in .jsonl, .parquet and data sets."""
     roots: list[str] = key(factory=list, parent="data.corpus", parent_values=("python",))
-    """Further folders of .py, .md, .rst and .txt files for the python corpus; "site-packages" names the interpreter's own."""
+    """More folders of .py, .md, .rst and .txt files for the python corpus; "site-packages" is the interpreter's own."""
     sources: list[dict[str, Any]] = key(factory=list, parent="data.corpus", parent_values=("mixture",))
     """Tables of a mixture: the keys of [data] that name a corpus, and weight (> 0)."""
     holdout_percent: float = key(5.0, minimum=0.0, maximum=50.0)
@@ -214,7 +214,7 @@ class Validation:
     freq: int = key(10, minimum=1, parent="validation.enable", parent_values=(True,))
     """Steps between validations."""
     steps: int = key(-1, minimum=-1, parent="validation.enable", parent_values=(True,))
-    """Batches of local_batch_size x data-parallel degree to evaluate; the same tokens each time. -1: all that are held out."""
+    """Batches of local_batch_size x data-parallel degree to evaluate; the same tokens each time. -1: all held out."""
     local_batch_size: int = key(8, minimum=1, parent="validation.enable", parent_values=(True,))
     """Sequences a rank evaluates at once."""
 
@@ -282,7 +282,7 @@ class Decide:
     step: int = key(0, minimum=0)
     """Step at which it is read. 0: the last step."""
     equivalent_within: float | None = key(None, minimum=0.0)
-    """Difference, in the unit of the metric, below which two arms count as equivalent. Unset: never called equivalent."""
+    """Difference, in the metric's unit, below which two arms count as equivalent. Unset: never called equivalent."""
 
 
 @dataclass
@@ -313,4 +313,7 @@ class Ablation:
     """factorial: every combination of the arms is an arm. ladder: each arm adds one change to the last."""
     tune: dict[str, list[Any]] = key(factory=dict)
     """Full key -> grid of values tried for every arm; arms are compared best to best."""
+    hold: dict[str, str] = key(factory=dict)
+    """Full key -> derived quantity that the key keeps equal in every arm while the variable moves, as in
+    { "training.global_batch_size" = "tokens_per_step" } under training.seq_len; only such keys may follow."""
     decide: Decide = field(default_factory=Decide)

@@ -38,8 +38,8 @@ def read(path: str | Path) -> Document:
     """A file and its bases, every key and value checked on its own. Rules between keys are config/rules.py.
 
     Raises:
-        ConfigError: missing file, not TOML (file, line, column), unknown section or key, wrong type, out of range, a base
-            that is missing, circular or an ablation. All mistakes of one file are in one message, a line each.
+        ConfigError: missing file, not TOML (file, line, column), unknown section or key, wrong type, out of range, a
+            base that is missing, circular or an ablation. All mistakes of one file are in one message, a line each.
     """
     return _read(Path(path), ())
 
@@ -110,7 +110,7 @@ def _table(raw: dict[str, Any], name: str, path: Path, mistakes: list[str]) -> d
 
 
 def leaves_of(tree: dict[str, Any], known: dict[str, Key], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as full key -> value. A table stays whole where the schema wants one (``data.sources``, ``tune``)."""
+    """Nested tables as full key -> value. A table stays whole where the schema wants one (``ablation.tune``)."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         full = f"{prefix}{name}"

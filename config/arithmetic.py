@@ -1,0 +1,126 @@
+"""Exact arithmetic on a model shape: parameters, FLOPs a token, memory of weights, gradients and optimizer states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from config.flavors import ModelShape
+
+FLOAT32_BYTES = 4
+STATES_OF = {"AdamW": 2, "Adam": 2, "SGD": 0}
+"""float32 optimizer states a parameter has: both moments of Adam; plain SGD keeps none."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """``count`` parameters of one shape. ``kind``: embedding, head, linear or norm."""
+
+    role: str
+    kind: str
+    shape: tuple[int, ...]
+    count: int = 1
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape) * self.count
+
+
+def tensors(shape: ModelShape) -> list[Tensor]:
+    """Every parameter of the decoder, equal ones of all layers together. A tied head is not a parameter of its own."""
+    d, hidden, layers = shape.dim, shape.hidden_dim, shape.n_layers
+    q, kv = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
+    found = [
+        Tensor("embedding", "embedding", (shape.vocab_size, d)),
+        Tensor("attention query", "linear", (q, d), layers),
+        Tensor("attention key, value", "linear", (kv, d), 2 * layers),
+        Tensor("attention output", "linear", (d, q), layers),
+        Tensor("feed-forward gate, up", "linear", (hidden, d), 2 * layers),
+        Tensor("feed-forward down", "linear", (d, hidden), layers),
+        Tensor("norms of the blocks", "norm", (d,), 2 * layers),
+        Tensor("final norm", "norm", (d,)),
+    ]
+    if shape.qk_norm:
+        found.append(Tensor("query, key norms", "norm", (shape.head_dim,), 2 * layers))
+    if not shape.enable_weight_tying:
+        found.append(Tensor("head", "head", (shape.vocab_size, d)))
+    return found
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Numbers of parameters. A tied matrix counts once, in ``total`` and in ``embedding``."""
+
+    total: int
+    active: int
+    """Parameters a token meets; below ``total`` only where a router chooses experts."""
+    embedding: int
+    head: int
+    """The output matrix where it is a parameter of its own; 0 when tied."""
+    layers: int
+    """All blocks together, their norms included."""
+    norms: int
+
+
+def parameter_counts(shape: ModelShape) -> ParameterCounts:
+    """Exact counts. Llama 3 8B: 8,030,261,248; Llama 3.2 1B, tied: 1,235,814,400."""
+
+    def count(*kinds: str) -> int:
+        return sum(t.numel for t in tensors(shape) if t.kind in kinds)
+
+    total, embedding, head = sum(t.numel for t in tensors(shape)), count("embedding"), count("head")
+    return ParameterCounts(
+        total=total,
+        active=total,
+        embedding=embedding,
+        head=head,
+        layers=total - embedding - head - shape.dim,
+        norms=count("norm"),
+    )
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations one token takes in forward and backward, recomputation not counted."""
+
+    torchtitan: int
+    """torchtitan 0.2.2's: 6 x (active parameters without the embedding table) + 12 x layers x heads x head_dim x
+    seq_len. Attention is counted as if not causal; a tied head is not counted at all. To compare with its figures."""
+    causal_with_head: int
+    """Matrix products that a causal model does: 6 x (every linear weight and the head, tied or not) + 6 x layers x
+    heads x head_dim x (seq_len + 1), as a query meets (seq_len + 1) / 2 keys on average. For the true utilisation."""
+
+
+def flops_per_token(shape: ModelShape, seq_len: int) -> Flops:
+    """Both formulas for a sequence of ``seq_len`` tokens. With a document mask the true work is less still."""
+    counts = parameter_counts(shape)
+    width = shape.n_layers * shape.n_heads * shape.head_dim
+    linear = sum(t.numel for t in tensors(shape) if t.kind == "linear")
+    return Flops(
+        torchtitan=6 * (counts.active - counts.embedding) + 12 * width * seq_len,
+        causal_with_head=6 * (linear + shape.vocab_size * shape.dim) + 6 * width * (seq_len + 1),
+    )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the fullest rank. Activations, gathered blocks and the allocator's own needs come on top."""
+
+    parameters: int
+    gradients: int
+    optimizer_states: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer_states
+
+
+def memory(shape: ModelShape, optimizer: str, shard_degree: int = 1) -> Memory:
+    """Float32 weights, gradients and states of a rank.
+
+    FSDP cuts each parameter along its first dimension into ``shard_degree`` parts, the first of them the largest; DDP
+    (``shard_degree`` 1) holds whole copies. HSDP is FSDP over its shard degree.
+    """
+    elements = sum(-(-t.shape[0] // shard_degree) * prod(t.shape[1:]) * t.count for t in tensors(shape))
+    size = elements * FLOAT32_BYTES
+    return Memory(parameters=size, gradients=size, optimizer_states=size * STATES_OF[optimizer])

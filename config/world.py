@@ -1,0 +1,151 @@
+"""What depends on the number of ranks: degrees of parallelism, gradient accumulation, tokens a step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from config import rules
+from config.errors import ConfigError
+from config.keys import shown
+from config.schema import Config
+
+DEGREES = {"dp_replicate": "data_parallel_replicate_degree", "dp_shard": "data_parallel_shard_degree"}
+"""Axis of the mesh -> key of [parallelism], in the order of the mesh. Each axis multiplies the number of ranks."""
+DATA_AXES = ("dp_replicate", "dp_shard")
+"""Axes whose ranks read different sequences."""
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A number that no key holds, and the rule that gave it."""
+
+    value: Any
+    rule: str
+
+
+def world_size_from(environment: Mapping[str, str] = os.environ) -> int | None:
+    """Ranks of the run: torchrun's WORLD_SIZE, else the launcher's NGPU x NNODES, else None.
+
+    Raises:
+        ConfigError: one of them is not a number of at least 1.
+    """
+    if "WORLD_SIZE" in environment:
+        return _positive(environment, "WORLD_SIZE")
+    if "NGPU" in environment:
+        return _positive(environment, "NGPU") * (_positive(environment, "NNODES") if "NNODES" in environment else 1)
+    return None
+
+
+def _positive(environment: Mapping[str, str], name: str) -> int:
+    text = environment[name]
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{name} = {shown(text)} (environment): expected a whole number of at least 1")
+    return int(text)
+
+
+def smallest_world(config: Config) -> int:
+    """The fewest ranks that the set degrees allow: their product, a derived degree counting as 1."""
+    return prod(max(1, getattr(config.parallelism, key)) for key in DEGREES.values())
+
+
+def mesh_degrees(config: Config, world_size: int) -> dict[str, int]:
+    """Axis -> degree for ``world_size`` ranks, ``data_parallel_shard_degree = -1`` derived.
+
+    Raises:
+        ConfigError: the degrees do not multiply to the number of ranks.
+    """
+    degrees = {axis: getattr(config.parallelism, key) for axis, key in DEGREES.items()}
+    fixed = prod(n for n in degrees.values() if n != -1)
+    product = " x ".join(f"{axis}({n})" for axis, n in degrees.items() if n != -1)
+    if degrees["dp_shard"] == -1:
+        if world_size % fixed:
+            raise ConfigError(
+                f"parallelism: {product} does not divide WORLD_SIZE {world_size}. {_advice(degrees, world_size)}"
+            )
+        return degrees | {"dp_shard": world_size // fixed}
+    if fixed != world_size:
+        raise ConfigError(
+            f"parallelism: {product} = {fixed} but WORLD_SIZE is {world_size}. {_advice(degrees, world_size)}"
+        )
+    return degrees
+
+
+def _advice(degrees: dict[str, int], world_size: int) -> str:
+    others = prod(n for axis, n in degrees.items() if axis != "dp_shard")
+    if world_size % others == 0:
+        return f"Set data_parallel_shard_degree = -1 to derive it ({world_size // others})."
+    fits = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    return (
+        f"Choose degrees that divide {world_size}: {', '.join(map(str, fits))}; or launch {others} or a multiple of it."
+    )
+
+
+def check_world(config: Config, world_size: int) -> dict[str, int]:
+    """Check the degrees and the global batch against the number of ranks.
+
+    Returns:
+        Axis -> degree.
+
+    Raises:
+        ConfigError: with the numbers and the nearest batch sizes that fit.
+    """
+    degrees = mesh_degrees(config, world_size)
+    size, local = config.training.global_batch_size, config.training.local_batch_size
+    data_degree = prod(degrees[axis] for axis in DATA_AXES)
+    if size != -1 and size % (local * data_degree):
+        below = size // (local * data_degree) * local * data_degree
+        fits = [str(n) for n in (below, below + local * data_degree) if n > 0]
+        smaller = [n for n in range(local - 1, 0, -1) if size % (n * data_degree) == 0]
+        also = f", or training.local_batch_size = {smaller[0]}" if smaller else ""
+        raise ConfigError(
+            f"training.global_batch_size = {size} is not divisible by local_batch_size({local}) x"
+            f" data-parallel degree({data_degree}) = {local * data_degree}."
+            f" Set training.global_batch_size = {' or '.join(fits)}{also}."
+        )
+    return degrees
+
+
+def derived(config: Config, world_size: int) -> dict[str, Derived]:
+    """What follows from the configuration and the number of ranks, each with its rule, in reading order.
+
+    Raises:
+        ConfigError: as :func:`check_world`.
+    """
+    degrees = check_world(config, world_size)
+    training = config.training
+    data_degree = prod(degrees[axis] for axis in DATA_AXES)
+    size = training.global_batch_size
+    global_batch = local_times_degree = training.local_batch_size * data_degree
+    if size != -1:
+        global_batch = size
+    accumulation = global_batch // local_times_degree
+    axes = " x ".join(DATA_AXES)
+    return {
+        "data_parallel_degree": Derived(data_degree, axes),
+        "global_batch_size": Derived(
+            global_batch, "local_batch_size x data_parallel_degree" if size == -1 else "training.global_batch_size"
+        ),
+        "gradient_accumulation_steps": Derived(
+            accumulation, "global_batch_size / (local_batch_size x data_parallel_degree)"
+        ),
+        "tokens_per_step": Derived(global_batch * training.seq_len, "global_batch_size x seq_len"),
+        "tokens": Derived(global_batch * training.seq_len * training.steps, "tokens_per_step x steps"),
+        "tokenizer": Derived(rules.tokenizer_kind(config), "data.tokenizer, model.hf_assets_path"),
+    }
+
+
+def check_devices(ngpu: int, available: int, device: str) -> None:
+    """Refuse more ranks on this machine than it has GPUs. Ranks on a CPU (``device = "cpu"``) are not limited.
+
+    Raises:
+        ConfigError: with both numbers.
+    """
+    if device != "cpu" and ngpu > available:
+        plural = "GPU" if available == 1 else "GPUs"
+        raise ConfigError(
+            f"NGPU = {ngpu} but this machine has {available} {plural}. Set NGPU={available}, or use more machines."
+        )
