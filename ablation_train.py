@@ -1,0 +1,247 @@
+"""Launch this checkout's train.py: what ``run_llama_train.sh`` and the installed command ``ablation-train`` run.
+
+    ablation-train --job.config_file train_configs/llama3_8b.toml --training.steps 5     # from any directory
+    NGPU=2 CONFIG_FILE=train_configs/llama3_8b.toml ./run_llama_train.sh
+
+Environment: NGPU ranks on this machine (1), CONFIG_FILE unless --job.config_file is given (train_configs/llama_debug.toml),
+LOG_RANK local ranks whose output is shown (0; "0,3" for two), and for several machines NNODES, NODE_RANK, MASTER_ADDR and
+MASTER_PORT. Everything that can be wrong is checked here, once: torchrun turns every rank's exit code into 1 and prints
+one traceback a rank.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+ROOT = Path(__file__).resolve().parent
+DEFAULT_CONFIG = "train_configs/llama_debug.toml"
+ROOMS = ("config", "data", "model", "parallelisms", "trainer", "ablation", "titan", "train")
+"""Top-level names that must come from this checkout."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How many processes, where, and whose output is shown."""
+
+    ngpu: int
+    nnodes: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+    log_ranks: tuple[int, ...]
+
+    @property
+    def world_size(self) -> int:
+        return self.ngpu * self.nnodes
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Check, train, and say what to type next. Returns the exit code: 2 for a user's mistake, else the training's own."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    sys.path.append(str(ROOT))  # last: another package of a room's name would win, and is refused
+    if mistake := shadowed():
+        return _fail(mistake)
+    from config.errors import ConfigError
+    from config.load import load
+    from config.world import check_world
+
+    try:
+        launch = launch_from(os.environ)
+        arguments = with_config_file(arguments, os.environ)
+        resolved = load(arguments)
+        check_world(resolved.config, launch.world_size)
+        job = resolved.config.job
+        if not job.dry_run:
+            _check_gpus(launch.ngpu)
+    except ConfigError as error:
+        return _fail(str(error))
+    if job.dry_run:
+        return _run([sys.executable, str(ROOT / "train.py"), *arguments], launch)
+    with tempfile.TemporaryDirectory(prefix="ablation-train-") as logs:
+        code = _run(command(launch, arguments, logs), launch)
+        if code:
+            _show_hidden_error(Path(logs))
+    if code == 0 and launch.node_rank == 0:
+        folder = job.run_dir or str(Path(job.dump_folder) / Path(job.config_file).stem)
+        print(next_commands(folder, arguments, resolved.config.debug.seed), flush=True)
+    return code
+
+
+def shadowed(root: Path = ROOT) -> str:
+    """What is wrong if a room of this checkout would be imported from somewhere else, or nothing."""
+    if not (root / "train.py").is_file():
+        return (
+            f"ablation-train runs from a checkout, and {root} is none: it was installed without -e."
+            " In the checkout: pip install -e ."
+        )
+    for room in ROOMS:
+        spec = importlib.util.find_spec(room)
+        places = [] if spec is None else list(spec.submodule_search_locations or [spec.origin or "built in"])
+        if any(Path(place).resolve().is_relative_to(root) for place in places):
+            continue
+        if spec is None:
+            return f"{root / room} is missing: this checkout is not complete."
+        owners = importlib.metadata.packages_distributions().get(room, [])
+        remedy = f"pip uninstall {' '.join(owners)}" if owners else "take its folder off PYTHONPATH"
+        return (
+            f"another package called {room!r} hides the one of this checkout: it comes from {places[0]}, not from {root}."
+            f" Remove it ({remedy}) or use a virtual environment of its own (./setup_env.sh dev .venv)."
+        )
+    return ""
+
+
+def launch_from(environment: Mapping[str, str]) -> Launch:
+    """The launch that the environment variables ask for.
+
+    Raises:
+        ConfigError: a value that is no number or out of range, or several machines without an address.
+    """
+    from config.errors import ConfigError
+
+    def number(name: str, default: int, low: int, high: int | None, of: str) -> int:
+        text = environment.get(name) or str(default)
+        if not text.isdecimal() or int(text) < low or (high is not None and int(text) > high):
+            span = f"{low} or more" if high is None else f"{low} to {high}"
+            raise ConfigError(
+                f"{name} = {text!r} (environment): expected {of}, a whole number: {span}. Set {name}={default}."
+            )
+        return int(text)
+
+    ngpu = number("NGPU", 1, 1, None, "ranks on this machine")
+    nnodes = number("NNODES", 1, 1, None, "machines")
+    node_rank = number("NODE_RANK", 0, 0, nnodes - 1, "this machine's place among NNODES")
+    port = number("MASTER_PORT", 29500, 1, 65535, "a free port of the first machine")
+    missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if nnodes > 1 and not environment.get(name)]
+    if missing:
+        raise ConfigError(
+            f"NNODES = {nnodes} needs {' and '.join(missing)}: start this on each machine with NODE_RANK=0 to {nnodes - 1}"
+            " and MASTER_ADDR= the first machine's address."
+        )
+    shown = (environment.get("LOG_RANK") or "0").split(",")
+    for text in shown:
+        if not text.strip().isdecimal() or int(text) >= ngpu:
+            raise ConfigError(
+                f"LOG_RANK = {environment['LOG_RANK']!r} (environment): expected local ranks, comma between them,"
+                f" each 0 to {ngpu - 1} (NGPU = {ngpu})."
+            )
+    log_ranks = tuple(int(text) for text in shown)
+    return Launch(ngpu, nnodes, node_rank, environment.get("MASTER_ADDR") or "", port, log_ranks)
+
+
+def with_config_file(arguments: list[str], environment: Mapping[str, str]) -> list[str]:
+    """The arguments with ``--job.config_file``: theirs, else CONFIG_FILE, else the debug configuration of this checkout.
+
+    A relative CONFIG_FILE is looked for in the working directory, then in the checkout.
+
+    Raises:
+        ConfigError: CONFIG_FILE is not a file.
+    """
+    from config.errors import ConfigError
+
+    if any(a.partition("=")[0] in ("--job.config_file", "--job.config-file", "--help", "-h") for a in arguments):
+        return arguments
+    name = environment.get("CONFIG_FILE") or ""
+    found = [path for path in (Path(name), ROOT / name) if path.is_file()] if name else [ROOT / DEFAULT_CONFIG]
+    if not found:
+        looked = "" if Path(name).is_absolute() else " in " + " or ".join(dict.fromkeys((str(Path.cwd()), str(ROOT))))
+        known = ", ".join(sorted(f"train_configs/{p.name}" for p in (ROOT / "train_configs").glob("*.toml")))
+        raise ConfigError(f"CONFIG_FILE = {name!r} (environment): no such file{looked}. This checkout has {known}.")
+    return ["--job.config_file", str(found[0]), *arguments]
+
+
+def command(launch: Launch, arguments: list[str], logs: str) -> list[str]:
+    """What is executed. One rank needs no torchrun; ranks that are not shown write into ``logs``.
+
+    The streams of shown ranks are left alone, so that a terminal stays a terminal.
+    """
+    train = [str(ROOT / "train.py"), *arguments]
+    if launch.world_size == 1:
+        return [sys.executable, *train]
+    # -P: a file of the working directory must not hide a module of torch
+    torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", "--nproc-per-node", str(launch.ngpu)]
+    if launch.nnodes == 1 and not launch.master_addr:
+        torchrun += ["--standalone"]
+    else:
+        torchrun += ["--nnodes", str(launch.nnodes), "--node-rank", str(launch.node_rank)]
+        torchrun += ["--master-addr", launch.master_addr, "--master-port", str(launch.master_port)]
+    hidden = [f"{rank}:3" for rank in range(launch.ngpu) if rank not in launch.log_ranks]
+    if hidden:
+        torchrun += ["--log-dir", logs, "--redirects", ",".join(hidden)]
+    return [*torchrun, *train]
+
+
+def next_commands(folder: str, arguments: list[str], seed: int) -> str:
+    """Two commands that make sense after a run: its curves, and the same with another seed beside it."""
+    tensorboard = shutil.which("tensorboard") or _relative(Path(sys.executable).with_name("tensorboard"))
+    if shutil.which("tensorboard"):
+        tensorboard = "tensorboard"
+    launcher = (
+        _relative(ROOT / "run_llama_train.sh") if Path(sys.argv[0]).name != "ablation-train" else "ablation-train"
+    )
+    settings = [f"{name}={shlex.quote(os.environ[name])}" for name in ("NGPU",) if os.environ.get(name)]
+    again = " ".join([*settings, shlex.join([launcher, *arguments, "--debug.seed", str(seed + 1)])])
+    return f"\nThe curves, and the same run with another seed beside it:\n\n  {shlex.join([tensorboard, '--logdir', folder])}\n  {again}"
+
+
+def _relative(path: Path) -> str:
+    """A path as one would type it in the working directory."""
+    shown = os.path.relpath(path)
+    return str(path) if shown.startswith("..") else os.path.join(".", shown) if os.sep not in shown else shown
+
+
+def _check_gpus(ngpu: int) -> None:
+    """Refuse more ranks than GPUs. One rank always fits (a machine without a GPU trains on the CPU) and skips importing torch."""
+    if ngpu == 1:
+        return
+    import torch
+
+    from config.world import check_devices
+
+    available = torch.cuda.device_count()
+    check_devices(ngpu, available, "cuda" if available else "cpu")
+
+
+def _run(line: list[str], launch: Launch) -> int:
+    """Run a command to its end and return its exit code. SIGTERM is passed on; a terminal's Ctrl-C reaches it by itself."""
+    threads = str(max(1, (os.cpu_count() or 1) // launch.ngpu))  # torchrun would set 1 and warn
+    environment = {"OMP_NUM_THREADS": threads, **os.environ, "NGPU": str(launch.ngpu), "NNODES": str(launch.nnodes)}
+    process = subprocess.Popen(line, env=environment)
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM:
+            process.send_signal(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, pass_on)
+    code = process.wait()
+    return 128 - code if code < 0 else code
+
+
+def _show_hidden_error(logs: Path) -> None:
+    """Print the end of what the first hidden rank to fail wrote: torchrun's own report names the rank, not the error."""
+    written = [path for path in logs.rglob("stderr.log") if "Error" in path.read_text(errors="replace")]
+    if written:
+        first = min(written, key=lambda path: path.stat().st_mtime)
+        lines = first.read_text(errors="replace").splitlines()[-40:]
+        print(f"\nlocal rank {first.parent.name} (not shown above) ended with:", *lines, sep="\n", file=sys.stderr)
+
+
+def _fail(message: str) -> int:
+    print(message, file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
