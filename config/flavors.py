@@ -2,50 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
+from typing import Any
 
 from config.errors import ConfigError
 from config.keys import did_you_mean, shown
-from config.schema import Model
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama-3.1 frequency scaling: long wavelengths are stretched by ``factor`` (Llama 3 report, section 3.4)."""
-
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_seq_len: int = 8192
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """Everything that decides the parameters of a decoder. Field names are those of the ``[model]`` section."""
-
-    vocab_size: int
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    hidden_dim: int
-    max_seq_len: int
-    head_dim: int = 0  # 0: dim / n_heads, filled in by __post_init__
-    rope_theta: float = 500_000.0
-    rope_scaling: RopeScaling | None = None
-    norm_eps: float = 1e-5
-    qk_norm: bool = False
-    enable_weight_tying: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.head_dim:
-            object.__setattr__(self, "head_dim", self.dim // self.n_heads)
+from config.moe_flavors import MOE
+from config.schema import Model, Moe
+from config.shapes import ModelShape as ModelShape
+from config.shapes import MoEShape
+from config.shapes import RopeScaling as RopeScaling
 
 
 _LLAMA31 = RopeScaling(factor=8.0)
 _LLAMA32 = RopeScaling(factor=32.0)
 
 FLAVORS: dict[str, dict[str, ModelShape]] = {
+    "moe": MOE,
     "llama3": {
         "debug": ModelShape(
             vocab_size=4096, dim=128, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=384, max_seq_len=2048
@@ -118,8 +91,8 @@ FLAVORS: dict[str, dict[str, ModelShape]] = {
 }
 
 
-def resolve_shape(model: Model) -> ModelShape:
-    """The shape of ``[model]``: its flavor with the overrides that are set.
+def resolve_shape(model: Model, moe: Moe | None = None) -> ModelShape:
+    """The shape of ``[model]`` and ``[moe]``: the flavor with the overrides that are set.
 
     Raises:
         ConfigError: unknown family or flavor. (config/rules.py checks divisibility.)
@@ -133,13 +106,20 @@ def resolve_shape(model: Model) -> ModelShape:
         raise ConfigError(
             f"model.flavor = {shown(model.flavor)}: unknown flavor of {model.name}{guess}; known: {choices}"
         )
-    names = {f.name for f in fields(ModelShape)} & set(vars(model))
-    changed = {n: getattr(model, n) for n in names if getattr(model, n) is not None}
     shape = family[model.flavor]
+    changed = _overrides(model, ModelShape)
     if (
         changed.keys() & {"dim", "n_heads"}
         and "head_dim" not in changed
         and shape.head_dim * shape.n_heads == shape.dim
     ):
         changed["head_dim"] = 0  # follow dim / n_heads as the flavor does
+    if moe is not None and shape.moe is not None:
+        changed["moe"] = replace(shape.moe, **_overrides(moe, MoEShape))
     return replace(shape, **changed)
+
+
+def _overrides(section: Model | Moe, shape: type) -> dict[str, Any]:
+    """The fields of ``shape`` that the section sets."""
+    names = {f.name for f in fields(shape)} & set(vars(section))
+    return {name: getattr(section, name) for name in names if getattr(section, name) is not None}
