@@ -54,7 +54,7 @@ def test_new_directory_holds_the_record(tmp_path: Path) -> None:
     }
     record = json.loads((run.path / "run.json").read_text())
     assert record["schema"] == 1 and record["command"] == ["train.py"] and record["corpus_hash"] == "abc"
-    assert record["base_diff"] == {"training.seq_len": [2048, 64]}
+    assert record["base_diff"]["training.seq_len"] == [2048, 64]
     assert record["origins"]["training.steps"] == "tiny.toml"
     assert record["ablation"] is None
     assert (run.path / "dirty.patch").read_bytes() == b"patch"
@@ -89,9 +89,7 @@ def test_done_is_left_alone(tmp_path: Path) -> None:
     ending = json.loads((tmp_path / "run" / "DONE").read_text())
     assert ending["steps"] == 20 and ending["skipped_steps"] == 1 and ending["finished"]
     before = content(tmp_path / "run")
-    described = resolve(
-        tmp_path, job__run_dir=str(tmp_path / "run"), job__description="[job] says nothing about the run"
-    )
+    described = resolve(tmp_path, job__run_dir=str(tmp_path / "run"), job__description="no part of the run")
     assert run_directory_state(described) == "done"
     assert open_it(described).state == "done"
     assert content(tmp_path / "run") == before
@@ -153,7 +151,7 @@ class Killed(BaseException):
 
 
 def test_a_kill_at_any_point_of_opening_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rename is a point at which a kill shows; after each the directory opens and all the old files are in one attempt."""
+    """Every rename is a point at which a kill shows. After each the directory opens, the old files in one attempt."""
     real_rename, real_replace = Path.rename, Path.replace
     for survive in range(100):
         path = tmp_path / str(survive)
