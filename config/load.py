@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from config import command_line, rules, torchtitan_keys
+from config import command_line, paths, rules, torchtitan_keys
 from config.errors import ConfigError
 from config.keys import all_keys, companions, did_you_mean, shown
 from config.schema import Config
@@ -27,7 +27,7 @@ class Resolved:
 
     config: Config
     origins: dict[str, str]
-    """Full key -> file name, ``file [arms.x]``, "command line" or "default"; translated keys also say from which key."""
+    """Full key -> file name, ``file [arms.x]``, "command line" or "default"; a translated key also says from which."""
     files: list[Path] = field(default_factory=list)
     """Files that were read, in the order in which they were overlaid."""
     base_diff: dict[str, tuple[Any, Any]] = field(default_factory=dict)
@@ -59,7 +59,7 @@ def load(argv: list[str] | None = None) -> Resolved:
         if note := _inert(resolved.config, full):
             resolved.notes.append(f"--{full} {note}")
     if not resolved.config.job.dry_run:
-        rules.check_files(resolved.config, resolved.origins)
+        paths.check_files(resolved.config, resolved.origins)
     return resolved
 
 

@@ -1,40 +1,43 @@
-"""Rules between keys, checked before anything is touched. Those that need the number of ranks are in config/world.py."""
+"""Rules between keys, checked before anything is touched.
+
+Those that need the number of ranks are in config/world.py, those that look at the file system in config/paths.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 from config.errors import ConfigError
 from config.flavors import ModelShape, resolve_shape
 from config.keys import all_keys, checked, did_you_mean, shown, unknown_key
-from config.schema import Config, Data, Model
+from config.schema import Config
 
 COMPILE_BACKENDS = ("inductor", "eager", "aot_eager", "aot_eager_decomp_partition", "cudagraphs")
 """Backends of torch.compile that ship with torch and can train."""
 
 _CORPUS_NEEDS = {"text": "path", "hf": "name", "mixture": "sources"}
-_SOURCE_KEYS = ("corpus", "path", "name", "subset", "split", "text_field", "roots")
+SOURCE_KEYS = ("corpus", "path", "name", "subset", "split", "text_field", "roots")
+"""Keys of [data] that a table of data.sources may hold, beside its weight."""
 
 Said = Callable[[str], str]
 
 
 def effective(config: Config) -> dict[str, tuple[Any, str]]:
     """Full key -> (value, rule) for each key that is unset and follows from another: shape, seeds, schedule."""
-    shape, model, debug = resolve_shape(config.model), config.model, config.debug
+    shape, debug = resolve_shape(config.model, config.moe), config.debug
     found: dict[str, tuple[Any, str]] = {}
-    for f in fields(Model):
-        if getattr(model, f.name) is None:
-            follows = f.name == "head_dim" and (model.dim is not None or model.n_heads is not None)
-            found[f"model.{f.name}"] = (
-                getattr(shape, f.name),
-                "dim / n_heads" if follows else f"flavor {model.flavor}",
-            )
+    for name, section, of in (("model", config.model, shape), ("moe", config.moe, shape.moe)):
+        for f in fields(section):
+            if of is not None and hasattr(of, f.name) and getattr(section, f.name) is None:
+                found[f"{name}.{f.name}"] = (getattr(of, f.name), f"flavor {config.model.flavor}")
+    if config.model.head_dim is None and (config.model.dim is not None or config.model.n_heads is not None):
+        found["model.head_dim"] = (shape.head_dim, "dim / n_heads")
     if config.lr_scheduler.total_steps is None:
         found["lr_scheduler.total_steps"] = (config.training.steps, "training.steps")
-    for name in ("init_seed", "data_seed"):
+    for name in ("init_seed", "data_seed", "noise_seed"):
         if getattr(debug, name) is None:
             found[f"debug.{name}"] = (debug.seed, "debug.seed")
     return found
@@ -49,7 +52,7 @@ def check(config: Config, origins: dict[str, str]) -> list[str]:
     Raises:
         ConfigError: every broken rule, a line each, with the numbers, where they came from and the fix.
     """
-    shape = resolve_shape(config.model)
+    shape = resolve_shape(config.model, config.moe)
     follows = effective(config)
 
     def said(full: str) -> str:
@@ -88,7 +91,7 @@ def _model_rules(config: Config, shape: ModelShape, said: Said) -> Iterator[str]
 def _step_rules(config: Config, said: Said) -> Iterator[str]:
     size, local = config.training.global_batch_size, config.training.local_batch_size
     if size == 0:
-        yield f"{said('training.global_batch_size')}: must be at least 1, or -1 for local_batch_size x data-parallel degree"
+        yield f"{said('training.global_batch_size')}: must be at least 1, or -1 (local batch x data-parallel degree)"
     elif size > 0 and size % local:
         yield (
             f"{said('training.global_batch_size')} is not divisible by {said('training.local_batch_size')}."
@@ -136,8 +139,8 @@ def _source_rules(source: dict[str, Any], where: str) -> Iterator[str]:
         if name == "weight":
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
                 yield f"{where}: weight = {shown(value)}: expected a number above 0"
-        elif name not in _SOURCE_KEYS:
-            known = [f"data.{n}" for n in (*_SOURCE_KEYS, "weight")]
+        elif name not in SOURCE_KEYS:
+            known = [f"data.{n}" for n in (*SOURCE_KEYS, "weight")]
             yield f"{where}: {name}: {unknown_key(f'data.{name}', known)}"
         else:
             try:
@@ -166,8 +169,8 @@ def _option_rules(config: Config, said: Said) -> Iterator[str]:
         guess, choices = did_you_mean(config.compile.backend, COMPILE_BACKENDS), ", ".join(map(shown, COMPILE_BACKENDS))
         yield f"{said('compile.backend')}: unknown backend{guess}; known: {choices}"
     if config.compile.enable and not config.compile.components:
-        yield f"{said('compile.enable')} with no compile.components compiles nothing. Name some, or set compile.enable = false."
-    folder = Path(config.metrics.save_tb_folder)
+        yield f"{said('compile.enable')}, but compile.components is empty. Name some, or set compile.enable = false."
+    folder = PurePath(config.metrics.save_tb_folder)
     if not folder.parts or folder.is_absolute() or ".." in folder.parts:
         yield f'{said("metrics.save_tb_folder")}: expected a folder inside the run directory, such as "tb".'
     if not config.job.dump_folder:
@@ -185,7 +188,7 @@ def _schedule_notes(config: Config) -> Iterator[str]:
     elif schedule.decay_ratio is not None and schedule.warmup_steps + round(total * schedule.decay_ratio) > total:
         yield (
             f"lr_scheduler.decay_ratio = {schedule.decay_ratio} of {total} steps does not fit after"
-            f" {schedule.warmup_steps} steps of warm-up: the decay is shortened to {total - schedule.warmup_steps} steps"
+            f" {schedule.warmup_steps} steps of warm-up: the decay takes the {total - schedule.warmup_steps} left"
         )
     if total < config.training.steps:
         yield (
@@ -197,62 +200,3 @@ def _schedule_notes(config: Config) -> Iterator[str]:
 def _multiples_around(size: int, unit: int) -> list[int]:
     below = size // unit * unit
     return [n for n in (below, below + unit) if n > 0]
-
-
-def check_files(config: Config, origins: dict[str, str]) -> None:
-    """Check that what the run will read exists: corpus, tokenizer, further roots. Reads names, not contents.
-
-    Raises:
-        ConfigError: every missing or empty path, a line each.
-    """
-    broken = list(missing_files(config, origins))
-    if broken:
-        raise ConfigError("\n".join(broken))
-
-
-def missing_files(config: Config, origins: dict[str, str]) -> Iterator[str]:
-    """What :func:`check_files` refuses, a sentence each."""
-
-    def said(full: str, value: str) -> str:
-        origin = origins.get(full, "")
-        return f"{full} = {shown(value)} ({origin})" if origin and origin != "default" else f"{full} = {shown(value)}"
-
-    data, assets = config.data, config.model.hf_assets_path
-    yield from _missing_corpus(vars(data), lambda name, value: said(f"data.{name}", value))
-    if data.corpus == "mixture":
-        for number, source in enumerate(data.sources, start=1):
-            defaults = {name: getattr(Data(), name) for name in _SOURCE_KEYS}
-            where = f"data.sources, table {number}"
-            yield from _missing_corpus(
-                defaults | source, lambda name, value, where=where: f"{where}: {name} = {shown(value)}"
-            )
-    if tokenizer_kind(config) == "file":
-        folder = Path(assets).expanduser()
-        where = said("model.hf_assets_path", assets)
-        way_out = 'Put a tokenizer.json there, or train without: data.tokenizer = "bpe" or "bytes".'
-        if not folder.is_dir():
-            yield f"{where}: no such folder; the tokenizer is read from it. {way_out}"
-        elif not (folder / "tokenizer.json").is_file():
-            yield f"{where}: holds no tokenizer.json. {way_out}"
-    for full, path in (("job.run_dir", config.job.run_dir), ("job.dump_folder", config.job.dump_folder)):
-        if path and Path(path).expanduser().exists() and not Path(path).expanduser().is_dir():
-            yield f"{said(full, path)}: is a file; expected a folder, or a name that is free."
-
-
-def _missing_corpus(keys: dict[str, Any], said: Callable[[str, str], str]) -> Iterator[str]:
-    if keys["corpus"] == "text":
-        path = Path(keys["path"]).expanduser()
-        if not path.exists():
-            yield f"{said('path', keys['path'])}: no such file or folder (relative to {Path.cwd()})"
-        elif path.is_dir() and not any(path.iterdir()):
-            yield f"{said('path', keys['path'])}: the folder is empty; expected .txt, .jsonl or .parquet files."
-        elif path.is_file() and path.stat().st_size == 0:
-            yield f"{said('path', keys['path'])}: the file is empty."
-    elif keys["corpus"] == "hf":
-        name = keys["name"]
-        if name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().exists():
-            yield f"{said('name', name)}: no such folder."
-    elif keys["corpus"] == "python":
-        for root in keys["roots"]:
-            if root != "site-packages" and not Path(root).expanduser().is_dir():
-                yield f"{said('roots', root)}: no such folder."

@@ -13,7 +13,7 @@ from config.errors import ConfigError
 from config.keys import all_keys, did_you_mean, shown
 
 _LATER = "not available in this version"
-_EMPTY = ([], "")
+_EMPTY: tuple[Any, ...] = ([], "")
 
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "job.print_config": ((False,), "`python -m config show FILE` prints every value with its origin"),
