@@ -1,0 +1,275 @@
+"""Run directories, as the trainer leaves them, read into memory. The comparison has no other source.
+
+```
+<run_dir>/config.toml  run.json  environment.json  metrics.jsonl  [dirty.patch]  [DONE | FAILED]  [attempts/<n>/]
+```
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from config.errors import ConfigError
+
+# Keys that name a run and do not change what it trains.
+NAMING_KEYS = frozenset({"job.config_file", "job.run_dir", "job.description", "job.dump_folder", "job.dry_run"})
+SEED_KEYS = frozenset({"debug.seed", "debug.init_seed", "debug.data_seed", "debug.noise_seed"})
+TRAIN_LOSS = "loss_metrics/global_avg_loss"
+VALIDATION_LOSS = "validation_metrics/loss"
+
+_DIRECTORY = re.compile(r"seed(?P<seed>\d+)-(?P<gpus>\d+)gpu(?:-repeat(?P<repeat>\d+))?$")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run directory. ``config`` is flat (full key -> value); ``lines`` are metrics.jsonl's objects, one a
+    step.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    record: dict[str, Any]
+    environment: dict[str, Any]
+    lines: list[dict[str, Any]]
+    state: str  # "DONE", "FAILED" or "unfinished" (running, or killed)
+    finish: dict[str, Any]
+    patch_hash: str
+    arm: str
+    attempts: int = 0
+    repeat: int = 0
+    tune: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Arm and directory, short enough for a table."""
+        return f"{self.arm}/{self.path.name}" if self.path.name != self.arm else self.path.name
+
+    @property
+    def ablation(self) -> str:
+        """Name of the ablation the run belongs to; empty for a plain run."""
+        return str((self.record.get("ablation") or {}).get("name", ""))
+
+    @property
+    def question(self) -> dict[str, Any]:
+        """The ablation file's [ablation] table as it stood when the run started; empty for a plain run."""
+        return (self.record.get("ablation") or {}).get("question") or {}
+
+    @property
+    def seed(self) -> str:
+        """The seeds as one label: "3" where all agree, else "init 3 data 5". Runs pair on it."""
+        seeds = {name.removesuffix("_seed"): value for name, value in sorted(self.record.get("seeds", {}).items())}
+        if len(set(seeds.values())) == 1:
+            return str(next(iter(seeds.values())))
+        return " ".join(f"{name} {value}" for name, value in seeds.items())
+
+    @property
+    def world_size(self) -> int:
+        """Processes, one a device."""
+        return int(self.record.get("world_size", 1))
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Unique tokens of one optimizer step over all devices."""
+        return int(self.record["tokens_per_step"])
+
+    @property
+    def started(self) -> str:
+        """ISO time of the start; sorts as text."""
+        return str(self.record.get("started", ""))
+
+    @cached_property
+    def identity(self) -> tuple[tuple[str, str], ...]:
+        """The resolved configuration without seeds and names: equal for runs of one arm."""
+        hidden = NAMING_KEYS | SEED_KEYS
+        return tuple(sorted((k, json.dumps(v, sort_keys=True)) for k, v in self.config.items() if k not in hidden))
+
+    def series(self, tag: str) -> list[tuple[int, float]]:
+        """(step, value) of every line that holds the tag, in order. Not-a-number values are kept."""
+        return [(int(line["step"]), float(line[tag])) for line in self.lines if line.get(tag) is not None]
+
+    @cached_property
+    def step_times(self) -> dict[int, float]:
+        """Seconds of every step that was timed, excluded ones too."""
+        times: dict[int, float] = {}
+        for line in self.lines:
+            seconds = line.get("step_times_s") or []
+            first = int(line["step"]) - len(seconds) + 1
+            times.update({first + i: float(s) for i, s in enumerate(seconds)})
+        return times
+
+    @cached_property
+    def excluded_steps(self) -> frozenset[int]:
+        """Steps whose time holds compilation, warm-up, a checkpoint, validation or profiling."""
+        return frozenset(int(step) for line in self.lines for step in line.get("excluded_steps") or [])
+
+    @cached_property
+    def steady_times(self) -> list[float]:
+        """Seconds of the steps that count for throughput."""
+        return [s for step, s in sorted(self.step_times.items()) if step not in self.excluded_steps]
+
+
+def flatten(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested TOML tables as full key -> value. Lists of tables are values."""
+    flat: dict[str, Any] = {}
+    for name, value in tables.items():
+        if isinstance(value, dict):
+            flat.update(flatten(value, f"{prefix}{name}."))
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}: not valid JSON ({error}); restore the file or leave this run out") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: an object was expected; restore the file or leave this run out")
+    return value
+
+
+def _metric_lines(path: Path) -> list[dict[str, Any]]:
+    """Lines by step; a step logged twice (a resumed run) counts once, as last written. A torn last line is a kill:
+    dropped.
+    """
+    if not path.exists():
+        return []
+    by_step: dict[int, dict[str, Any]] = {}
+    texts = path.read_text(encoding="utf-8").splitlines()
+    for number, text in enumerate(texts, start=1):
+        try:
+            line = json.loads(text)
+            by_step[int(line["step"])] = line
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            if number < len(texts):
+                raise ConfigError(
+                    f"{path}, line {number}: not a metrics object ({error}); leave this run out"
+                ) from None
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def read_run(path: Path) -> Run:
+    """Read one run directory.
+
+    Raises:
+        ConfigError: run.json or config.toml is missing or broken, or a line of metrics.jsonl is.
+    """
+    record = _json(path / "run.json")
+    missing = [key for key in ("tokens_per_step", "seeds", "world_size") if key not in record]
+    if missing:
+        raise ConfigError(
+            f"{path / 'run.json'}: {', '.join(missing)} missing; this is no run directory of this trainer"
+        )
+    try:
+        config = flatten(tomllib.loads((path / "config.toml").read_text(encoding="utf-8")))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(
+            f"{path / 'config.toml'}: {error}; a run without its configuration cannot be compared"
+        ) from None
+    state, finish = "unfinished", {}
+    for candidate in ("FAILED", "DONE"):
+        if (path / candidate).exists():
+            state, finish = candidate, _json(path / candidate)
+    entry = record.get("ablation") or {}
+    patch = path / "dirty.patch"
+    place = _DIRECTORY.match(path.name)
+    attempts = path / "attempts"
+    return Run(
+        path=path,
+        config=config,
+        record=record,
+        environment=_json(path / "environment.json"),
+        lines=_metric_lines(path / "metrics.jsonl"),
+        state=state,
+        finish=finish,
+        patch_hash=hashlib.sha256(patch.read_bytes()).hexdigest() if patch.exists() else "",
+        arm=str(entry.get("arm", "")),
+        attempts=len(list(attempts.iterdir())) if attempts.is_dir() else 0,
+        repeat=int(place["repeat"] or 0) if place else 0,
+        tune=dict(entry.get("tune") or {}),
+    )
+
+
+def find_runs(paths: Iterable[Path]) -> list[Run]:
+    """Every run in the given directories, each a run directory or a folder of them at any depth, without duplicates.
+
+    Plain runs (of no ablation) become arms by configuration: one arm for each that differs beyond seeds, named
+    after its directory.
+
+    Raises:
+        ConfigError: a path does not exist or holds no run.
+    """
+    found: dict[Path, Run] = {}
+    for path in paths:
+        if not path.is_dir():
+            raise ConfigError(f"{path}: no such directory")
+        places = []
+        for folder, children, files in os.walk(path):
+            children.sort()
+            if "run.json" in files:
+                places.append(Path(folder))
+                children.clear()  # attempts/ holds earlier tries of the same run
+        if not places:
+            raise ConfigError(f"{path}: no run directory in it (a folder with run.json)")
+        for place in places:
+            found.setdefault(place.resolve(), read_run(place))
+    return _name_plain_arms(list(found.values()))
+
+
+def _name_plain_arms(runs: list[Run]) -> list[Run]:
+    names: dict[tuple[Any, ...], str] = {}
+    counts: dict[tuple[str, str], int] = {}
+    named = []
+    for run in runs:
+        if run.arm:
+            named.append(run)
+            continue
+        key = (run.identity, run.world_size)
+        if key not in names:
+            name = run.path.parent.name if _DIRECTORY.match(run.path.name) else run.path.name
+            taken = sum(other == name or other.startswith(f"{name} (") for other in names.values())
+            names[key] = f"{name} ({taken + 1})" if taken else name
+        same = counts.get((names[key], run.seed), 0)
+        counts[names[key], run.seed] = same + 1
+        named.append(replace(run, arm=names[key], repeat=run.repeat or same))
+    return named
+
+
+def config_difference(baseline: Run, candidate: Run) -> dict[str, tuple[Any, Any]]:
+    """Keys whose resolved values differ, seeds and names apart: key -> (baseline's, candidate's); None where
+    absent.
+    """
+    keys = (baseline.config.keys() | candidate.config.keys()) - NAMING_KEYS - SEED_KEYS
+    pairs = {key: (baseline.config.get(key), candidate.config.get(key)) for key in sorted(keys)}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def derived_difference(baseline: Run, candidate: Run) -> dict[str, tuple[Any, Any]]:
+    """Values the trainer computed (mesh, accumulation, parameters, ...) that moved with the change."""
+    moved: dict[str, tuple[Any, Any]] = {}
+    for table in ("derived", "mesh", "parameters", "flops_per_token"):
+        a, b = baseline.record.get(table) or {}, candidate.record.get(table) or {}
+        for key in sorted(a.keys() | b.keys()):
+            if a.get(key) != b.get(key):
+                moved[f"{table}.{key}"] = (a.get(key), b.get(key))
+    for key in ("tokens_per_step", "world_size", "attention_backend"):
+        if baseline.record.get(key) != candidate.record.get(key):
+            moved[key] = (baseline.record.get(key), candidate.record.get(key))
+    return moved
+
+
+def latest_question(runs: Sequence[Run]) -> dict[str, Any]:
+    """The [ablation] table of the run that started last: later seeds may have been added to it."""
+    return max(runs, key=lambda run: run.started).question
