@@ -329,7 +329,7 @@ class Validation:
     freq: int = key(10, minimum=1, parent="validation.enable", parent_values=(True,))
     """Steps between validations."""
     steps: int = key(-1, minimum=-1, parent="validation.enable", parent_values=(True,))
-    """Batches of local_batch_size x data-parallel degree to evaluate; the same tokens each time. -1: all held out."""
+    """Batches of local_batch_size sequences, shared by the ranks: the same tokens on any mesh. -1: all held out."""
     local_batch_size: int = key(8, minimum=1, parent="validation.enable", parent_values=(True,))
     """Sequences a rank evaluates at once."""
 

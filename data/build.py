@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from config.errors import ConfigError
 from config.flavors import resolve_shape
+from config.rules import tokenizer_kind
 from config.schema import Config
 from data.cache import cache_root
 from data.documents import Corpus, is_held_out, text_hash
@@ -51,9 +52,7 @@ def build_data(config: Config, *, dp_rank: int, dp_degree: int, pin_memory: bool
 def _tokenizer(config: Config, sources: list[Source]) -> Tokenizer:
     """The tokenizer of ``[data]``, checked against the model's vocabulary, before any work where its size is known."""
     data, model_size = config.data, resolve_shape(config.model).vocab_size
-    kind = data.tokenizer
-    if kind == "auto":
-        kind = "file" if config.model.hf_assets_path else "bpe"
+    kind = tokenizer_kind(config)
     tokenizer: Tokenizer
     if kind == "bytes":
         tokenizer = ByteTokenizer()
