@@ -3,10 +3,10 @@
     ablation-train --job.config_file train_configs/llama3_8b.toml --training.steps 5     # from any directory
     NGPU=2 CONFIG_FILE=train_configs/llama3_8b.toml ./run_llama_train.sh
 
-Environment: NGPU ranks on this machine (1), CONFIG_FILE unless --job.config_file is given (train_configs/llama_debug.toml),
-LOG_RANK local ranks whose output is shown (0; "0,3" for two), and for several machines NNODES, NODE_RANK, MASTER_ADDR and
-MASTER_PORT. Everything that can be wrong is checked here, once: torchrun turns every rank's exit code into 1 and prints
-one traceback a rank.
+Environment: NGPU ranks on this machine (1), CONFIG_FILE unless --job.config_file is given
+(train_configs/llama_debug.toml), LOG_RANK local ranks whose output is shown (0; "0,3" for two), and for several
+machines NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT. Everything that can be wrong is checked here, once: torchrun
+turns every rank's exit code into 1 and prints one traceback a rank.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Launch:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check, train, and say what to type next. Returns the exit code: 2 for a user's mistake, else the training's own."""
+    """Check, train, say what to type next. Returns the exit code: 2 for a user's mistake, else the training's own."""
     arguments = sys.argv[1:] if arguments is None else arguments
     sys.path.append(str(ROOT))  # last: another package of a room's name would win, and is refused
     if mistake := shadowed():
@@ -59,8 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         launch = launch_from(os.environ)
-        arguments = with_config_file(arguments, os.environ)
-        resolved = load(arguments)
+        complete = with_config_file(arguments, os.environ)
+        resolved = load(complete)
         check_world(resolved.config, launch.world_size)
         job = resolved.config.job
         if not job.dry_run:
@@ -68,9 +68,9 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         return _fail(str(error))
     if job.dry_run:
-        return _run([sys.executable, str(ROOT / "train.py"), *arguments], launch)
+        return _run([sys.executable, str(ROOT / "train.py"), *complete], launch)
     with tempfile.TemporaryDirectory(prefix="ablation-train-") as logs:
-        code = _run(command(launch, arguments, logs), launch)
+        code = _run(command(launch, complete, logs), launch)
         if code:
             _show_hidden_error(Path(logs))
     if code == 0 and launch.node_rank == 0:
@@ -96,7 +96,8 @@ def shadowed(root: Path = ROOT) -> str:
         owners = importlib.metadata.packages_distributions().get(room, [])
         remedy = f"pip uninstall {' '.join(owners)}" if owners else "take its folder off PYTHONPATH"
         return (
-            f"another package called {room!r} hides the one of this checkout: it comes from {places[0]}, not from {root}."
+            f"another package called {room!r} hides the one of this checkout:"
+            f" it comes from {places[0]}, not from {root}."
             f" Remove it ({remedy}) or use a virtual environment of its own (./setup_env.sh dev .venv)."
         )
     return ""
@@ -126,8 +127,8 @@ def launch_from(environment: Mapping[str, str]) -> Launch:
     missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if nnodes > 1 and not environment.get(name)]
     if missing:
         raise ConfigError(
-            f"NNODES = {nnodes} needs {' and '.join(missing)}: start this on each machine with NODE_RANK=0 to {nnodes - 1}"
-            " and MASTER_ADDR= the first machine's address."
+            f"NNODES = {nnodes} needs {' and '.join(missing)}: start this on each machine with its NODE_RANK"
+            f" (0 to {nnodes - 1}) and MASTER_ADDR, the first machine's address."
         )
     shown = (environment.get("LOG_RANK") or "0").split(",")
     for text in shown:
@@ -141,7 +142,7 @@ def launch_from(environment: Mapping[str, str]) -> Launch:
 
 
 def with_config_file(arguments: list[str], environment: Mapping[str, str]) -> list[str]:
-    """The arguments with ``--job.config_file``: theirs, else CONFIG_FILE, else the debug configuration of this checkout.
+    """The arguments with ``--job.config_file``: theirs, else CONFIG_FILE, else the debug configuration.
 
     A relative CONFIG_FILE is looked for in the working directory, then in the checkout.
 
@@ -184,27 +185,27 @@ def command(launch: Launch, arguments: list[str], logs: str) -> list[str]:
 
 def next_commands(folder: str, arguments: list[str], seed: int) -> str:
     """Two commands that make sense after a run: its curves, and the same with another seed beside it."""
-    tensorboard = shutil.which("tensorboard") or _relative(Path(sys.executable).with_name("tensorboard"))
-    if shutil.which("tensorboard"):
-        tensorboard = "tensorboard"
-    launcher = (
-        _relative(ROOT / "run_llama_train.sh") if Path(sys.argv[0]).name != "ablation-train" else "ablation-train"
+    tensorboard = (
+        "tensorboard" if shutil.which("tensorboard") else _typed(Path(sys.executable).with_name("tensorboard"))
     )
-    settings = [f"{name}={shlex.quote(os.environ[name])}" for name in ("NGPU",) if os.environ.get(name)]
-    again = " ".join([*settings, shlex.join([launcher, *arguments, "--debug.seed", str(seed + 1)])])
-    return f"\nThe curves, and the same run with another seed beside it:\n\n  {shlex.join([tensorboard, '--logdir', folder])}\n  {again}"
+    installed = Path(sys.argv[0]).name == "ablation-train"
+    launcher = "ablation-train" if installed else _typed(ROOT / "run_llama_train.sh")
+    settings = "".join(f"{n}={shlex.quote(os.environ[n])} " for n in ("NGPU", "CONFIG_FILE") if os.environ.get(n))
+    curves = shlex.join([tensorboard, "--logdir", folder])
+    again = settings + shlex.join([launcher, *arguments, "--debug.seed", str(seed + 1)])
+    return f"\nThe curves, and the same run with another seed:\n\n  {curves}\n  {again}"
 
 
-def _relative(path: Path) -> str:
-    """A path as one would type it in the working directory."""
-    shown = os.path.relpath(path)
-    return str(path) if shown.startswith("..") else os.path.join(".", shown) if os.sep not in shown else shown
+def _typed(path: Path) -> str:
+    """A program's path as one would type it in the working directory."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else os.path.join(".", relative)
 
 
 def _check_gpus(ngpu: int) -> None:
-    """Refuse more ranks than GPUs. One rank always fits (a machine without a GPU trains on the CPU) and skips importing torch."""
+    """Refuse more ranks than GPUs. One rank always fits: a machine without a GPU trains on the CPU."""
     if ngpu == 1:
-        return
+        return  # and torch, which takes a second, need not be imported
     import torch
 
     from config.world import check_devices
@@ -214,7 +215,7 @@ def _check_gpus(ngpu: int) -> None:
 
 
 def _run(line: list[str], launch: Launch) -> int:
-    """Run a command to its end and return its exit code. SIGTERM is passed on; a terminal's Ctrl-C reaches it by itself."""
+    """Run a command to its end and return its exit code. SIGTERM is passed on; Ctrl-C reaches it from the terminal."""
     threads = str(max(1, (os.cpu_count() or 1) // launch.ngpu))  # torchrun would set 1 and warn
     environment = {"OMP_NUM_THREADS": threads, **os.environ, "NGPU": str(launch.ngpu), "NNODES": str(launch.nnodes)}
     process = subprocess.Popen(line, env=environment)
@@ -230,7 +231,7 @@ def _run(line: list[str], launch: Launch) -> int:
 
 
 def _show_hidden_error(logs: Path) -> None:
-    """Print the end of what the first hidden rank to fail wrote: torchrun's own report names the rank, not the error."""
+    """Print the end of what the first hidden rank to fail wrote: torchrun names the rank, not the error."""
     written = [path for path in logs.rglob("stderr.log") if "Error" in path.read_text(errors="replace")]
     if written:
         first = min(written, key=lambda path: path.stat().st_mtime)

@@ -60,19 +60,22 @@ if [[ -x "$venv/bin/python" ]] && satisfied "$venv/bin/python" "$extras" 2>/dev/
 fi
 
 # The lock file was resolved on 3.11, so that comes first. A name on PATH may be a shim without a Python behind it: try each.
-base=""
+base="" incomplete=""
 for name in python3.11 python3.12 python3.13 python3.14 python3 python; do
-    if "$name" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' >/dev/null 2>&1; then
+    "$name" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' >/dev/null 2>&1 || continue
+    if "$name" -c 'import venv, ensurepip' >/dev/null 2>&1; then
         base="$(command -v "$name")"
         break
     fi
+    incomplete="$(command -v "$name")"
 done
 if [[ -z "$base" ]]; then
-    say "setup_env.sh: no Python 3.11 to 3.14 on PATH. Install one (Debian: apt-get install python3 python3-venv) and run this again."
-    exit 2
-fi
-if ! "$base" -c 'import venv, ensurepip' >/dev/null 2>&1; then
-    say "setup_env.sh: $base cannot make virtual environments: its venv or ensurepip module is missing (Debian: apt-get install python3-venv)."
+    if [[ -n "$incomplete" ]]; then
+        say "setup_env.sh: $incomplete cannot make a virtual environment: its modules venv and ensurepip are missing."
+        say "Debian and Ubuntu have them in a package of their own: apt-get install python3-venv"
+    else
+        say "setup_env.sh: no Python 3.11 to 3.14 on PATH. Debian and Ubuntu: apt-get install python3 python3-venv"
+    fi
     exit 2
 fi
 

@@ -1,0 +1,18 @@
+"""Tests that need GPUs skip where there are too few."""
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    needing = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("multi_gpu")]
+    if not needing:
+        return  # and torch need not be imported
+    import torch
+
+    there = torch.cuda.device_count()
+    for item in needing:
+        needed = 2 if item.get_closest_marker("multi_gpu") else 1
+        if there < needed:
+            item.add_marker(
+                pytest.mark.skip(reason=f"needs {needed} GPU{'s' * (needed > 1)}, this machine has {there}")
+            )
