@@ -1,0 +1,274 @@
+"""What is seen of a run: a console line, metrics.jsonl and TensorBoard, all from one dictionary a log step.
+
+Tags are torchtitan's, plus ``lr``, validation and the true utilisation. Differences in meaning, on purpose:
+
+* throughput(tps), tflops, mfu(%) and time_metrics/end_to_end(s) come from step times alone, without excluded steps
+  (trainer/step_timer.py). A window in which every step is excluded has none of them.
+* throughput counts each token of the global batch once, divided by the number of devices.
+* tflops and mfu(%) use torchtitan's formula, to compare; tflops_causal and mfu_causal(%) count what a causal model with
+  its head really multiplies.
+
+A line of metrics.jsonl is JSON as Python's ``json`` writes and reads it: a loss that is not finite is ``NaN``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+
+import titan
+from config.arithmetic import Flops
+from config.schema import Config
+from trainer.memory import PeakMemory
+from trainer.run_directory import RunDirectory
+from trainer.step_timer import StepTimes
+
+LOSS = "loss_metrics/global_avg_loss"
+VALIDATION = "validation_metrics/"
+
+_COLOURS = {
+    "step": 31,
+    "loss": 32,
+    "gnorm": 33,
+    "lr": 33,
+    "mem": 36,
+    "tps": 34,
+    "tflops": 36,
+    "mfu": 35,
+    "validation": 33,
+}
+
+logger = logging.getLogger(__name__)
+
+
+class Metrics:
+    """Writes the metrics of a run. Made on every rank, before training starts; a rank without ``run`` writes nothing.
+
+    Args:
+        run: the open run directory, on the one rank that writes.
+        device: of this rank.
+        world_size: number of ranks, for figures per device.
+        tokens_per_step: tokens of a global batch, each counted once.
+        flops: operations a token takes.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory | None,
+        config: Config,
+        *,
+        device: torch.device,
+        world_size: int,
+        tokens_per_step: int,
+        flops: Flops,
+    ):
+        self._config = config
+        self._tokens_per_step = tokens_per_step
+        self._world_size = world_size
+        self._flops = flops
+        self._peak = titan.peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        self._memory = PeakMemory(device)
+        self._begun = time.perf_counter()
+        self._first_log: tuple[int, float] | None = None
+        self._formula_doubted = False
+        self._file = None
+        self._tensorboard = None
+        if run is not None:
+            self._file = open(run.path / "metrics.jsonl", "a", buffering=1, encoding="utf-8")
+            if config.metrics.enable_tensorboard:
+                self._tensorboard = titan.TensorBoardLogger(str(run.path / config.metrics.save_tb_folder))
+                for name, text in _texts(run).items():
+                    self._tensorboard.writer.add_text(name, text)
+
+    def should_log(self, step: int) -> bool:
+        """Whether step ``step`` (the first is 1) is a log step: the first, every log_freq-th, the last."""
+        return step in (1, self._config.training.steps) or step % self._config.metrics.log_freq == 0
+
+    def log(
+        self,
+        step: int,
+        *,
+        loss: float,
+        max_loss: float,
+        grad_norm: float,
+        lr: float,
+        times: StepTimes,
+        validation: dict[str, float] | None = None,
+        extra: dict[str, float] | None = None,
+    ) -> None:
+        """Write a log step.
+
+        Args:
+            step: the first is 1.
+            loss: mean over the valid tokens of the step's global batch, in nats.
+            max_loss: the largest mean over one rank's tokens.
+            grad_norm: before clipping.
+            lr: the rate this step was taken with.
+            times: of the steps since the last log step.
+            validation: tags of an evaluation after this step.
+            extra: further tags.
+
+        Raises:
+            RuntimeError: the throughput is above what the device can do, so it was measured wrongly.
+        """
+        values = {LOSS: loss, "loss_metrics/global_max_loss": max_loss, "grad_norm": grad_norm, "lr": lr}
+        values |= self._speed(times)
+        values |= self._memory.collect()
+        values |= {**(validation or {}), **(extra or {})}
+        self._write(
+            step,
+            values,
+            step_times_s=times.seconds,
+            excluded_steps=sorted(times.excluded),
+        )
+        self._print("step", step, _training_fields(values), eta=self._seconds_left(step, times))
+        if validation:
+            self._print("validation", step, _validation_fields(validation))
+
+    def log_validation(self, step: int, values: dict[str, float]) -> None:
+        """Write an evaluation where no log step is, such as step 0."""
+        self._write(step, values)
+        self._print("validation", step, _validation_fields(values))
+
+    def close(self) -> None:
+        """Close the files. Every line was flushed when it was written."""
+        if self._file is not None:
+            self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def _speed(self, times: StepTimes) -> dict[str, float]:
+        values: dict[str, float] = {}
+        if times.seconds:
+            values["time_metrics/data_loading(s)"] = times.data_wait_s / len(times.seconds)
+            values["time_metrics/data_loading(%)"] = 100 * times.data_wait_s / sum(times.seconds)
+        counted = times.counted
+        if not counted:
+            return values
+        step_s = sum(counted) / len(counted)
+        tps = self._tokens_per_step / self._world_size / step_s
+        values |= {"time_metrics/end_to_end(s)": step_s, "throughput(tps)": tps}
+        for suffix, flops, true in (
+            ("", self._flops.torchtitan, False),
+            ("_causal", self._flops.causal_with_head, True),
+        ):
+            achieved = flops * tps
+            if self._peak is not None and achieved > self._peak:
+                self._refuse(achieved, tps, causal=suffix != "")
+                continue
+            values[f"tflops{suffix}"] = achieved / 1e12
+            if self._peak is not None:
+                values[f"mfu{suffix}(%)"] = 100 * achieved / self._peak
+        return values
+
+    def _refuse(self, achieved: float, tps: float, *, causal: bool) -> None:
+        """A figure above the peak is not reported: an error if its operations are all done, else the count is off."""
+        figures = f"{achieved / 1e12:,.1f} TFLOP/s a device is above its peak of {(self._peak or 0) / 1e12:,.1f}"
+        if causal and not self._config.data.document_mask:
+            raise RuntimeError(
+                f"{figures} ({tps:,.0f} tokens/s a device). The time or the number of tokens is measured wrongly, and "
+                "nothing computed from them is worth reporting."
+            )
+        if not self._formula_doubted:
+            why = "it counts attention between documents" if causal else "torchtitan's formula counts masked attention"
+            logger.warning("%s: %s. Left out.", figures, why)
+            self._formula_doubted = True
+
+    def _write(self, step: int, values: dict[str, float], **lists: list[Any]) -> None:
+        if self._file is None:
+            return
+        place = {"step": step, "tokens": step * self._tokens_per_step, "wall_s": time.perf_counter() - self._begun}
+        self._file.write(json.dumps({**place, **values, **lists}) + "\n")
+        if self._tensorboard is not None:
+            self._tensorboard.log(values, step)
+            self._tensorboard.writer.flush()
+
+    def _seconds_left(self, step: int, times: StepTimes) -> float | None:
+        """At the pace since the first log line, everything included; before a second one, at the pace of the steps."""
+        now = time.perf_counter()
+        pace = math.nan
+        if self._first_log is None:
+            self._first_log = (step, now)
+            window = times.counted or times.seconds
+            if window:
+                pace = sum(window) / len(window)
+        elif step > self._first_log[0]:
+            pace = (now - self._first_log[1]) / (step - self._first_log[0])
+        left = (self._config.training.steps - step) * pace
+        return None if math.isnan(left) else left
+
+    def _print(self, kind: str, step: int, fields: dict[str, str], eta: float | None = None) -> None:
+        if self._file is None:
+            return
+        steps = self._config.training.steps
+        line = {kind: f"{step:{len(str(steps))}}/{steps} {100 * step // steps:3}%", **fields}
+        if eta is not None:
+            line["eta"] = duration(eta)
+        print(console_line(line, colour=_may_colour(self._config)), flush=True)
+
+
+def console_line(fields: dict[str, str], *, colour: bool) -> str:
+    """ "name value" pairs, two spaces apart; with ``colour`` each in its own."""
+    parts = []
+    for name, value in fields.items():
+        part = f"{name} {value}"
+        parts.append(f"\033[{_COLOURS[name]}m{part}\033[0m" if colour and name in _COLOURS else part)
+    return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """m:ss, h:mm:ss, or days and h:mm:ss."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if not hours:
+        return f"{minute}:{second:02}"
+    return f"{days}d {hour}:{minute:02}:{second:02}" if days else f"{hour}:{minute:02}:{second:02}"
+
+
+def _training_fields(values: dict[str, float]) -> dict[str, str]:
+    norm = values["grad_norm"]
+    fields = {
+        "loss": f"{values[LOSS]:.4f}",
+        "gnorm": f"{norm:.1e}" if norm < 0.1 else f"{norm:.2f}",
+        "lr": f"{values['lr']:.2e}",
+    }
+    memory = values.get("memory/max_reserved(GiB)", values.get("memory/max_rss(GiB)"))
+    if memory is not None:
+        fields["mem"] = f"{memory:.1f}GiB"
+    fields["tps"] = f"{values['throughput(tps)']:,.0f}" if "throughput(tps)" in values else "(warm-up)"
+    if "tflops" in values:
+        fields["tflops"] = f"{values['tflops']:,.1f}" if values["tflops"] >= 10 else f"{values['tflops']:.2g}"
+    if "mfu(%)" in values:
+        fields["mfu"] = f"{values['mfu(%)']:.1f}%"
+    return fields
+
+
+def _validation_fields(values: dict[str, float]) -> dict[str, str]:
+    return {tag.removeprefix(VALIDATION).replace("_", " "): f"{value:.4f}" for tag, value in values.items()}
+
+
+def _may_colour(config: Config) -> bool:
+    return sys.stdout.isatty() and not config.metrics.disable_color_printing and not os.environ.get("NO_COLOR")
+
+
+def _texts(run: RunDirectory) -> dict[str, str]:
+    """What TensorBoard's text tab shows: the record of the run, as it lies in its directory."""
+    base_diff = {key: f"{values[0]} -> {values[1]}" for key, values in run.record.get("base_diff", {}).items()}
+    return {
+        "config": _block((run.path / "config.toml").read_text(encoding="utf-8")),
+        "difference_from_base": _block("\n".join(f"{key}: {change}" for key, change in base_diff.items()) or "none"),
+        "environment": _block((run.path / "environment.json").read_text(encoding="utf-8")),
+    }
+
+
+def _block(text: str) -> str:
+    """A Markdown code block."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
