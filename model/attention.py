@@ -41,7 +41,9 @@ class AttentionBackend(Protocol):
 
 
 class SDPA:
-    """``torch.nn.functional.scaled_dot_product_attention``; on CUDA in the order cuDNN, flash, memory-efficient, math."""
+    """``torch.nn.functional.scaled_dot_product_attention``; on CUDA in the order cuDNN, flash, memory-efficient,
+    math.
+    """
 
     name = "sdpa"
     kernels = [

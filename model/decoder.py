@@ -49,10 +49,14 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(shape, backend) for i in range(shape.n_layers)})
         self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.output = nn.Linear(shape.dim, shape.vocab_size, bias=False)
-        if shape.enable_weight_tying:
-            self.output.weight = self.tok_embeddings.weight
+        self.tie_weights()
         self.register_buffer("rope", torch.empty(max_positions, 2, shape.head_dim // 2), persistent=False)
         self.init_buffers()
+
+    def tie_weights(self) -> None:
+        """Make head and embedding one parameter if the shape says so. ``to_empty`` parts them: call it again after that."""
+        if self.shape.enable_weight_tying:
+            self.output.weight = self.tok_embeddings.weight
 
     def init_buffers(self) -> None:
         """Fill the buffers in place: they are no part of a checkpoint and are empty after ``to_empty``."""

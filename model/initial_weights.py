@@ -1,8 +1,8 @@
 """The value every parameter starts from, as a function of its name and of nothing about the mesh.
 
-Scales follow torchtitan's Llama 3: truncated normals of std 0.02; the two projections into the residual stream (wo, w2) and
-w3 are narrowed with depth, 0.02 / sqrt(2 (layer + 1)); the head starts at dim ** -0.5. A tied embedding serves as head and takes
-the head's scale.
+Scales follow torchtitan's Llama 3: truncated normals of std 0.02; the two projections into the residual stream (wo,
+w2) and w3 are narrowed with depth, 0.02 / sqrt(2 (layer + 1)); the head starts at dim ** -0.5. A tied embedding
+serves as head and takes the head's scale.
 """
 
 import hashlib

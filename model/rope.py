@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al., arXiv 2104.09864) with the frequency scaling of Llama 3.1.
 
-The half-split layout of Hugging Face checkpoints: feature i is rotated together with feature i + head_dim / 2, so weights
-go in and out without a permutation.
+The half-split layout of Hugging Face checkpoints: feature i is rotated together with feature i + head_dim / 2, so
+weights go in and out without a permutation.
 """
 
 import math
@@ -15,7 +15,8 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
     """Angular frequency of each feature pair, in radians a token: float32 ``(head_dim / 2,)``.
 
     With ``scaling``, wavelengths longer than original_max_seq_len / low_freq_factor are stretched by ``factor``, those
-    shorter than original_max_seq_len / high_freq_factor are kept, and those between are interpolated (Llama 3.1 release).
+    shorter than original_max_seq_len / high_freq_factor are kept, and those between are interpolated (Llama 3.1
+    release).
     """
     frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if scaling is None:
@@ -33,7 +34,9 @@ def rope_table(length: int, frequencies: torch.Tensor) -> torch.Tensor:
 
 
 def apply_rope(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Rotate ``x`` (B, S, H, D) by the rows of ``table``, (S, 2, D/2) or (B, S, 2, D/2), in at least float32; dtype is kept."""
+    """Rotate ``x`` (B, S, H, D) by the rows of ``table``, (S, 2, D/2) or (B, S, 2, D/2), in at least float32; dtype
+    is kept.
+    """
     cos, sin = table.unsqueeze(-3).unbind(-2)  # (..., S, 1, D/2)
     a, b = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)

@@ -1,4 +1,6 @@
-"""torch.compile, a Transformer block at a time: all blocks share one compiled graph, so compile time does not grow with depth."""
+"""torch.compile, a Transformer block at a time: all blocks share one compiled graph, so compile time does not grow
+with depth.
+"""
 
 import logging
 

@@ -1,7 +1,7 @@
 """Data parallelism: FSDP2, HSDP and DDP. Gradients are *summed* over ranks, never averaged.
 
-The trainer divides each rank's loss by the global batch's count of valid tokens, so the sum over ranks is the gradient of the
-global mean however unequal the ranks' shares are (torchtitan #2206, #2318).
+The trainer divides each rank's loss by the global batch's count of valid tokens, so the sum over ranks is the
+gradient of the global mean however unequal the ranks' shares are (torchtitan #2206, #2318).
 """
 
 import logging
@@ -31,8 +31,8 @@ def apply_fsdp(
         mesh: one dimension: FSDP over it. Two: HSDP, replicas x shards.
         param_dtype: dtype of the gathered parameters and so of compute; shards stay as they are (float32).
         reduce_dtype: dtype of the gradient reduction.
-        reshard_after_forward: "default", "always" or "never". The default frees every unit except the last, which the backward
-            pass needs at once.
+        reshard_after_forward: "default", "always" or "never". The default frees every unit except the last, which the
+            backward pass needs at once.
     """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     reshard = reshard_after_forward != "never"

@@ -1,8 +1,8 @@
 """From the meta device to weights that no mesh can change.
 
-Each parameter is drawn whole, from a generator seeded by its name, and then cut to this rank's shard: shards differ between
-ranks and reassemble to the single-process tensor. (``normal_`` on a DTensor does not; on a CPU mesh it gives every shard the
-same numbers.)
+Each parameter is drawn whole, from a generator seeded by its name, and then cut to this rank's shard: shards differ
+between ranks and reassemble to the single-process tensor. (``normal_`` on a DTensor does not; on a CPU mesh it gives
+every shard the same numbers.)
 """
 
 from collections.abc import Callable
@@ -21,9 +21,12 @@ Draw = Callable[[str, torch.Size, torch.device], torch.Tensor]
 def materialize(model: nn.Module, *, draw: Draw, device: torch.device) -> None:
     """Allocate ``model`` on ``device`` and fill it: parameters from ``draw``, buffers by the model's ``init_buffers``.
 
+    ``model.tie_weights`` restores the parameters that are shared, which allocation separates.
+
     Peak memory beyond the shards is one whole parameter.
     """
     model.to_empty(device=device)
+    model.tie_weights()
     for name, parameter in named_parameters(model):
         full = draw(name, parameter.shape, device)
         if isinstance(parameter, DTensor):

@@ -1,11 +1,13 @@
-"""Where each rank stands: the arithmetic, which needs no process group, and the named DeviceMesh made from it."""
+"""Where each rank stands: the arithmetic, which needs no process group, and the named DeviceMesh made from it.
+
+The degrees come from ``config.world.mesh_degrees``, which checks them against the number of ranks.
+"""
 
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-from config.errors import ConfigError
-from config.schema import Parallelism
 
 
 @dataclass
@@ -29,6 +31,11 @@ class Mesh:
         return self.rank
 
     @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
     def sharded(self) -> bool:
         """Whether FSDP2 holds the parameters."""
         return self.dp_shard > 1
@@ -49,25 +56,14 @@ class Mesh:
         self.device_mesh = init_device_mesh(device_type, (self.dp_replicate, self.dp_shard), mesh_dim_names=axes)
         self.device_mesh[axes]._flatten("dp")
 
+    def sum_over_data(self, x: torch.Tensor) -> torch.Tensor:
+        """Elementwise sum of ``x`` over the ranks that hold different tokens; ``x`` itself is kept."""
+        if self.dp_mesh is None:
+            return x
+        total = x.clone()
+        dist.all_reduce(total, group=self.dp_mesh.get_group())
+        return total
+
     def describe(self) -> dict[str, int]:
         """Axis sizes, for the run record."""
         return {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}
-
-
-def plan_mesh(parallelism: Parallelism, world_size: int, rank: int) -> Mesh:
-    """Arrange ``world_size`` ranks as the ``[parallelism]`` section says. Touches no device.
-
-    Raises:
-        ConfigError: the degrees do not multiply to the world size.
-    """
-    replicate, shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
-    if shard == -1:
-        shard = max(1, world_size // replicate)
-    if replicate * shard != world_size:
-        raise ConfigError(
-            f"parallelism: data_parallel_replicate_degree({replicate}) x data_parallel_shard_degree({shard}) = "
-            f"{replicate * shard} but WORLD_SIZE is {world_size}. Set data_parallel_shard_degree = -1 to derive it."
-        )
-    return Mesh(replicate, shard, rank)
-
-

@@ -21,8 +21,8 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, draw: Draw, dev
 
     Activation checkpointing -> compile (per block) -> FSDP2 / HSDP -> weights -> DDP.
 
-    Checkpointing comes first so that the compiler sees it; FSDP wraps what is compiled, so its collectives stay outside the
-    graph; weights need their final placement; DDP reads parameters when it is built and comes last.
+    Checkpointing comes first so that the compiler sees it; FSDP wraps what is compiled, so its collectives stay
+    outside the graph; weights need their final placement; DDP reads parameters when it is built and comes last.
     """
     checkpointing = config.activation_checkpoint
     if checkpointing.mode != "none":

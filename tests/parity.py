@@ -2,12 +2,13 @@
 
     check(reference, candidate, world_size=2)
 
-trains both configurations a few steps in float32 with plain, unclipped SGD (Adam hides scale errors) and compares, in the
-order in which things happen: token ids, initial weights, and for each step the loss, every gradient, the gradient norm and the
-weights after the update. The first difference is the one that explains; it is named with tensor, step and size.
+trains both configurations a few steps in float32 with plain, unclipped SGD (Adam hides scale errors) and compares, in
+the order in which things happen: token ids, initial weights, and for each step the loss, every gradient, the gradient
+norm and the weights after the update. The first difference is the one that explains; it is named with tensor, step
+and size.
 
-A gradient passes when |g - g0| <= 1e-5 max(|g0|, 1e-6 x global norm) in L2, and must be exactly zero where g0 is. A failure is repeated in
-float64: an error that vanishes there was rounding, one that stays is wrong.
+A gradient passes when |g - g0| <= 1e-5 max(|g0|, 1e-6 x global norm) in L2, and must be exactly zero where g0 is. A
+failure is repeated in float64: an error that vanishes there was rounding, one that stays is wrong.
 """
 
 import copy
@@ -17,12 +18,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from data.build import build_data
 from torch.distributed.tensor import DTensor
 
 import train
 from config.schema import Config
-from data.build import build_data
-from parallelisms.mesh import plan_mesh
+from config.world import mesh_degrees
+from parallelisms.mesh import Mesh
 from parallelisms.names import named_parameters
 from tests import ranks
 
@@ -59,10 +61,14 @@ def check(reference: Config, candidate: Config, *, world_size: int, steps: int =
     report = compare(trace(reference, reference_world, steps), trace(candidate, world_size, steps))
     if report.failures:
         exact = compare(
-            trace(reference, reference_world, steps, float64=True), trace(candidate, world_size, steps, float64=True), 1e-10
+            trace(reference, reference_world, steps, float64=True),
+            trace(candidate, world_size, steps, float64=True),
+            1e-10,
         )
-        verdict = "the difference stays in float64: it is wrong, not rounded" if exact.failures else (
-            "in float64 the two agree: the difference is rounding"
+        verdict = (
+            "the difference stays in float64: it is wrong, not rounded"
+            if exact.failures
+            else ("in float64 the two agree: the difference is rounding")
         )
         raise AssertionError("\n".join([*report.failures[:12], verdict, *exact.failures[:3]]))
     return report
@@ -83,7 +89,7 @@ def _train(config: Config, steps: int) -> Trace:
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     float64 = config.training.mixed_precision_param == "float64"
     torch.manual_seed(1234 + rank)  # nothing may depend on the global generator
-    mesh = plan_mesh(config.parallelism, world_size, rank)
+    mesh = Mesh(rank=rank, **mesh_degrees(config, world_size))
     if dist.is_initialized():
         mesh.connect("cpu")
     default = torch.get_default_dtype()
@@ -147,29 +153,38 @@ def compare(a: Trace, b: Trace, tolerance: float = TOLERANCE) -> Report:
         error = abs(x - y) / max(abs(x), 1e-30)
         report.errors[kind] = max(report.errors.get(kind, 0.0), error)
         if not error <= tolerance:  # a NaN fails
-            fail(f"step {step}: {kind} {y:.9g}, reference {x:.9g} (relative {error:.1e}, ratio {y / x if x else 0:.6f})")
+            fail(
+                f"step {step}: {kind} {y:.9g}, reference {x:.9g} (relative {error:.1e}, ratio {y / x if x else 0:.6f})"
+            )
 
     if a.sample_counts != b.sample_counts or a.tokens != b.tokens:
         different = [s for s in sorted(a.tokens.keys() | b.tokens.keys()) if a.tokens.get(s) != b.tokens.get(s)]
-        fail(f"data: {b.sample_counts} samples a step, reference {a.sample_counts}; samples that differ: {different[:8]}")
+        fail(
+            f"data: {b.sample_counts} samples a step, reference {a.sample_counts}; samples that differ: {different[:8]}"
+        )
     for name in sorted(a.initial.keys() | b.initial.keys()):
         x, y = a.initial.get(name), b.initial.get(name)
         if x is None or y is None or not torch.equal(x, y):
             fail(f"initial weights: {name} is not bit-identical")
-    for step, (losses, gradients, norms, weights) in enumerate(
-        zip(zip(a.losses, b.losses), zip(a.gradients, b.gradients), zip(a.norms, b.norms), zip(a.weights, b.weights)), 1
-    ):
-        scalar("loss", step, *losses)
-        for name, x in gradients[0].items():
-            _tensor(report, "gradient", step, name, x, gradients[1].get(name), norms[0], tolerance)
-        scalar("gradient norm", step, *norms)
-        for name, x in weights[0].items():
-            _tensor(report, "weights", step, name, x, weights[1].get(name), 0.0, tolerance)
+    for i in range(len(a.losses)):
+        scalar("loss", i + 1, a.losses[i], b.losses[i])
+        for name, x in a.gradients[i].items():
+            _tensor(report, "gradient", i + 1, name, x, b.gradients[i].get(name), a.norms[i], tolerance)
+        scalar("gradient norm", i + 1, a.norms[i], b.norms[i])
+        for name, x in a.weights[i].items():
+            _tensor(report, "weights", i + 1, name, x, b.weights[i].get(name), 0.0, tolerance)
     return report
 
 
 def _tensor(
-    report: Report, kind: str, step: int, name: str, x: torch.Tensor, y: torch.Tensor | None, norm: float, tolerance: float
+    report: Report,
+    kind: str,
+    step: int,
+    name: str,
+    x: torch.Tensor,
+    y: torch.Tensor | None,
+    norm: float,
+    tolerance: float,
 ) -> None:
     if y is None or y.shape != x.shape:
         report.failures.append(f"step {step}: {kind} of {name} is missing or has another shape")

@@ -2,8 +2,8 @@
 
     results = ranks.run(2, function, *arguments)      # one result a rank
 
-``function`` must be importable by name (top level of a module) and runs inside an initialised process group of N ranks, with
-the environment torchrun would set. N = 1 has no process group, as a plain ``python train.py``.
+``function`` must be importable by name (top level of a module) and runs inside an initialised process group of N
+ranks, with the environment torchrun would set. N = 1 has no process group, as a plain ``python train.py``.
 """
 
 import atexit
@@ -26,7 +26,8 @@ def run(n: int, function: Callable[..., Any], *arguments: Any, timeout: float = 
     """Call ``function(*arguments)`` on ranks 0 .. n - 1 and return their results in order.
 
     Raises:
-        RuntimeError: a rank raised (its traceback is in the message) or the ranks hang; all processes are then replaced.
+        RuntimeError: a rank raised (its traceback is in the message) or the ranks hang; all processes are then
+            replaced.
     """
     while len(_workers) < n:
         _workers.append(_start())

@@ -13,17 +13,20 @@ import titan
 
 
 class MicroBatch(Protocol):
-    """What a forward pass reads of data.batch.MicroBatch."""
+    """What training and validation read of data.batch.MicroBatch."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
     positions: torch.Tensor | None
     document_ids: torch.Tensor | None
+    document_names: list[str]
+    text_bytes: int
 
 
 class StepBatch(Protocol):
     """What a step reads of data.batch.StepBatch."""
 
+    step: int
     micro_batches: Sequence[MicroBatch]
     global_valid_tokens: int
 
@@ -38,6 +41,9 @@ class StepResult:
     """L2 norm of the whole model's gradient of the global mean loss, before clipping."""
 
 
+Accept = Callable[[StepBatch, StepResult], bool]
+
+
 @dataclass
 class TrainStep:
     """The parts of a step, and how they fit together.
@@ -50,6 +56,7 @@ class TrainStep:
         precision: makes the context of a forward pass.
         set_gradient_sync: (model, enabled) -> None, whether the next backward pass reduces gradients over ranks.
         max_norm: clipping threshold; 0 measures the norm and does not clip.
+        accept: (batch, result) -> whether the update may be taken, asked after clipping.
     """
 
     model: nn.Module
@@ -59,6 +66,7 @@ class TrainStep:
     precision: Callable[[], contextlib.AbstractContextManager[None]]
     set_gradient_sync: Callable[[nn.Module, bool], None]
     max_norm: float
+    accept: Accept
 
     def forward(self, micro_batch: MicroBatch) -> torch.Tensor:
         """Summed loss of one micro-batch on this rank."""
@@ -68,15 +76,17 @@ class TrainStep:
 
         with self.precision():
             logits = self.model(
-                here(micro_batch.tokens), positions=here(micro_batch.positions), document_ids=here(micro_batch.document_ids)
+                here(micro_batch.tokens),
+                positions=here(micro_batch.positions),
+                document_ids=here(micro_batch.document_ids),
             )
         return self.loss(logits, here(micro_batch.labels))  # type: ignore[arg-type]
 
     def forward_backward(self, batch: StepBatch) -> torch.Tensor:
         """Accumulate the gradient of the global mean loss; return this rank's loss sum.
 
-        Every token weighs 1 / global_valid_tokens, on whichever rank and in whichever micro-batch it is: gradients only have
-        to be summed.
+        Every token weighs 1 / global_valid_tokens, on whichever rank and in whichever micro-batch it is: gradients
+        only have to be summed.
         """
         total = torch.zeros((), device=self.device)
         for i, micro_batch in enumerate(batch.micro_batches):
@@ -88,13 +98,12 @@ class TrainStep:
 
     def clip(self) -> torch.Tensor:
         """Clip the gradient in place and return its norm before clipping."""
-        norm = titan.clip_grad_norm_(self.model.parameters(), self.max_norm or math.inf)
-        return norm
+        return titan.clip_grad_norm_(self.model.parameters(), self.max_norm or math.inf)
 
-    def __call__(self, batch: StepBatch, *, accept: Callable[[StepResult], bool] | None = None) -> StepResult:
-        """Run one step. ``accept`` may veto the update after seeing the result; gradients are then dropped."""
+    def __call__(self, batch: StepBatch) -> StepResult:
+        """Run one step. A step that ``accept`` refuses leaves the weights as they were."""
         self.optimizer.zero_grad()
         result = StepResult(self.forward_backward(batch), self.clip())
-        if accept is None or accept(result):
+        if self.accept(batch, result):
             self.optimizer.step()
         return result

@@ -22,7 +22,8 @@ def decoder(shape: ModelShape, positions: int = 64) -> Decoder:
 
 # Published: transformers' num_parameters of the released checkpoints; 1B_untied adds 128,256 x 2,048 to 1B.
 PUBLISHED = {
-    "1B": 1_235_814_400, "1B_untied": 1_498_482_688, "8B": 8_030_261_248, "70B": 70_553_706_496, "405B": 405_853_388_800,
+    "1B": 1_235_814_400, "1B_untied": 1_498_482_688, "8B": 8_030_261_248, "70B": 70_553_706_496,
+    "405B": 405_853_388_800,
 }  # fmt: skip
 
 

@@ -1,0 +1,42 @@
+"""Joining and leaving the job that torchrun started."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from parallelisms.mesh import Mesh
+
+
+def join(mesh: Mesh, device: torch.device, *, timeout_seconds: int) -> None:
+    """Start the process group (NCCL or gloo) and make ``mesh``'s DeviceMesh. A single process needs neither.
+
+    Args:
+        timeout_seconds: longest wait for a collective until ``set_timeout``.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return
+    timeout = timedelta(seconds=timeout_seconds)
+    if device.type == "cuda":
+        # gloo beside NCCL, for objects that are on the CPU.
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+    mesh.connect(device.type)
+
+
+def set_timeout(mesh: Mesh, seconds: int) -> None:
+    """Bound every later collective: a rank that hangs is reported by the others after ``seconds``."""
+    if mesh.device_mesh is None:
+        return
+    timeout = timedelta(seconds=seconds)
+    for group in (None, *mesh.device_mesh.get_all_groups()):
+        _set_pg_timeout(timeout, group)
+
+
+def leave() -> None:
+    """End the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,246 @@
+"""Train a model as a TOML file says. Read top to bottom: this is the whole of training.
+
+python train.py --job.config_file train_configs/llama_debug.toml --training.steps 5
+torchrun --nproc_per_node 2 train.py --job.config_file ...
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from typing import Any
+
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when torch first allocates on a GPU
+
+import torch
+
+import titan
+from config.arithmetic import flops_per_token, parameter_counts
+from config.errors import ConfigError
+from config.flavors import resolve_shape
+from config.load import Resolved, load
+from config.render import render_dry_run
+from config.schema import Config
+from config.world import check_devices, check_world, derived, mesh_degrees, smallest_world, world_size_from
+from data.build import build_data
+from data.pipeline import DataPipeline
+from model.attention import attention_backend
+from model.decoder import Decoder
+from model.initial_weights import draw, initial_value
+from model.loss import cross_entropy_sum
+from parallelisms import process_group
+from parallelisms.data_parallel import set_gradient_sync
+from parallelisms.mesh import Mesh
+from parallelisms.names import named_parameters
+from parallelisms.parallelize import compute_precision, parallelize
+from trainer.determinism import set_determinism
+from trainer.loss_watch import LossWatch, NonFiniteLoss
+from trainer.metrics import Metrics
+from trainer.optimizer import build_optimizer
+from trainer.run_directory import RunDirectory, open_run_directory, run_directory_state
+from trainer.schedule import set_learning_rate
+from trainer.step_timer import StepTimer
+from trainer.train_step import Accept, TrainStep
+from trainer.validation import validate
+
+logger = logging.getLogger("train")
+
+
+def build_model(config: Config, mesh: Mesh, device: torch.device) -> Decoder:
+    """The model of ``config``, spread over ``mesh``, with its initial weights.
+
+    It is described on the meta device first, so no rank ever holds a whole copy that it does not keep.
+    """
+    shape = resolve_shape(config.model, config.moe)
+    with torch.device("meta"):
+        model = Decoder(shape, attention_backend(config.attention.backend), max_positions=config.training.seq_len)
+
+    def initial(name: str, size: torch.Size, device: torch.device) -> torch.Tensor:
+        return draw(name, size, initial_value(name, shape), seeds(config)["init_seed"], device)
+
+    parallelize(model, mesh, config, draw=initial, device=device)
+    return model
+
+
+def build_step(
+    config: Config,
+    model: Decoder,
+    mesh: Mesh,
+    device: torch.device,
+    accept: Accept = lambda batch, result: True,
+) -> TrainStep:
+    """One optimizer step of ``config`` for ``model``; ``accept`` may veto its update."""
+    loss = cross_entropy_sum
+    if config.compile.enable and "loss" in config.compile.components:
+        loss = torch.compile(loss, backend=config.compile.backend)
+    return TrainStep(
+        model=model,
+        loss=loss,
+        optimizer=build_optimizer(named_parameters(model), config.optimizer),
+        device=device,
+        precision=functools.partial(compute_precision, mesh, config, device),
+        set_gradient_sync=set_gradient_sync,
+        max_norm=config.training.max_norm,
+        accept=accept,
+    )
+
+
+def seeds(config: Config) -> dict[str, int]:
+    """The seeds in force; ``debug.seed`` stands in for those that are not set."""
+    section = config.debug
+    return {
+        name: section.seed if getattr(section, name) is None else getattr(section, name)
+        for name in ("init_seed", "data_seed")
+    }
+
+
+def pick_device(local_rank: int) -> torch.device:
+    """This rank's GPU, or the CPU on a machine without one. ConfigError: more ranks on the machine than GPUs."""
+    available = torch.cuda.device_count()
+    check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), available, "cuda" if available else "cpu")
+    return torch.device("cuda", local_rank) if available else torch.device("cpu")
+
+
+def describe(resolved: Resolved, mesh: Mesh, pipeline: DataPipeline, device: torch.device) -> dict[str, Any]:
+    """What run.json holds beyond the configuration and where its values came from."""
+    config, data = resolved.config, pipeline.describe()
+    shape = resolve_shape(config.model, config.moe)
+    flops = flops_per_token(shape, config.training.seq_len)
+    numbers = {name: item.value for name, item in derived(config, mesh.world_size).items()}
+    return {
+        "world_size": mesh.world_size,
+        "mesh": mesh.describe(),
+        "device": device.type,
+        "derived": numbers,
+        "seeds": seeds(config),
+        "tokens_per_step": numbers["tokens_per_step"],
+        "parameters": {name: getattr(parameter_counts(shape), name) for name in ("total", "active")},
+        "flops_per_token": {"torchtitan": flops.torchtitan, "causal_with_head": flops.causal_with_head},
+        "corpus_hash": data["corpus_hash"],
+        "tokenizer": data["tokenizer"],
+        "data": data,
+        "attention_backend": attention_backend(config.attention.backend).name,
+        "warnings": [*resolved.notes, *data["warnings"]],
+    }
+
+
+def train(
+    config: Config, mesh: Mesh, device: torch.device, pipeline: DataPipeline, run: RunDirectory | None, watch: LossWatch
+) -> None:
+    """Build everything and train to the last step. ``run`` is None on the ranks that write nothing."""
+    set_determinism(enabled=config.debug.deterministic, warn_only=config.debug.deterministic_warn_only)
+    process_group.join(mesh, device, timeout_seconds=config.comm.init_timeout_seconds)
+    steps, shape = config.training.steps, resolve_shape(config.model, config.moe)
+    model = build_model(config, mesh, device)
+    step_once = build_step(config, model, mesh, device, watch.accept)
+    held_out = pipeline.validation() if config.validation.enable else None
+    metrics = Metrics(
+        run,
+        config,
+        device=device,
+        world_size=mesh.world_size,
+        tokens_per_step=derived(config, mesh.world_size)["tokens_per_step"].value,
+        flops=flops_per_token(shape, config.training.seq_len),
+    )
+
+    def evaluate() -> dict[str, float]:
+        return validate(model, held_out, forward=step_once.forward, sum_over_ranks=mesh.sum_over_data)
+
+    if held_out is not None:
+        metrics.log_validation(0, evaluate())
+    collector = titan.GarbageCollection(config.training.gc_freq)
+    timer = StepTimer(device)
+    timer.start()
+    for step in range(1, steps + 1):
+        with timer.waiting_for_data():
+            batch = pipeline.train.next_step()
+        rate = set_learning_rate(
+            step_once.optimizer, step - 1, config.optimizer.lr, config.lr_scheduler, config.training.steps
+        )
+        result = step_once(batch)
+        timer.stop()
+        validation = None
+        if held_out is not None and (step == steps or step % config.validation.freq == 0):
+            with timer.paused():
+                validation = evaluate()
+        if metrics.should_log(step) or validation is not None:
+            with timer.paused():
+                loss, local_loss = watch.latest()
+                metrics.log(
+                    step,
+                    loss=loss,
+                    max_loss=titan.dist_max(torch.tensor(local_loss, device=device), mesh.dp_mesh),
+                    grad_norm=result.grad_norm.item(),
+                    lr=rate,
+                    times=timer.collect(),
+                    validation=validation,
+                    extra=watch.counts(),
+                )
+        if step == 1:
+            process_group.set_timeout(mesh, config.comm.train_timeout_seconds)
+        collector.run(step)
+    metrics.close()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train, and return the exit code: 0 done, 1 failed, 2 a mistake of the user's, told in one message."""
+    rank, local_rank, world_size = (
+        int(os.environ.get(name, default))
+        for name, default in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"))
+    )
+    level = logging.INFO if rank == 0 else logging.WARNING
+    logging.basicConfig(format="%(message)s", level=level, stream=sys.stdout)
+    run = None
+    try:
+        resolved = load(argv)
+        config = resolved.config
+        if config.job.dry_run:
+            if rank == 0:
+                print(render_dry_run(resolved, world_size_from() or smallest_world(config)))
+            return 0
+        check_world(config, world_size)
+        device = pick_device(local_rank)
+        if run_directory_state(resolved) == "done":
+            logger.info("%s is DONE with this configuration: nothing to do", config.job.run_dir)
+            return 0
+        mesh = Mesh(rank=rank, **mesh_degrees(config, world_size))
+        pipeline = build_data(config, dp_rank=mesh.dp_rank, dp_degree=mesh.dp_degree, pin_memory=device.type == "cuda")
+        if rank == 0:
+            record = describe(resolved, mesh, pipeline, device)
+            run = open_run_directory(resolved, command=[sys.executable, *sys.argv], record=record)
+            for line in record["warnings"]:
+                logger.warning("%s", line)
+            logger.info("Run directory: %s", run.path)
+    except ConfigError as error:
+        if rank == 0:
+            print(error, file=sys.stderr)
+        return 2
+
+    watch = LossWatch(mesh.sum_over_data, skip=config.training.nonfinite_loss == "skip")
+    status, reason = "failed", ""
+    try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        train(config, mesh, device, pipeline, run, watch)
+        status = "done"
+    except KeyboardInterrupt:
+        reason = "interrupted"
+    except NonFiniteLoss as error:
+        reason = str(error)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        logger.exception("rank %d failed after step %d", rank, watch.step)
+    finally:
+        pipeline.close()
+        if run is not None:
+            run.finish(status, steps=watch.step, reason=reason, skipped_steps=watch.skipped_steps)
+            if reason:
+                print(f"Stopped after step {watch.step}: {reason}", file=sys.stderr)
+        process_group.leave()
+    return 0 if status == "done" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
