@@ -28,7 +28,7 @@ ROOMS = {
 
 @dataclass(frozen=True)
 class Rule:
-    """What a room may import beside the standard library and itself. A name covers what is under it; the longest wins."""
+    """Imports allowed beside the standard library and the room itself. A name covers what is under it."""
 
     may: tuple[str, ...]
     lazily: tuple[str, ...] = ()  # inside functions only
