@@ -57,23 +57,6 @@ def test_methods_the_trainer_calls() -> None:
     assert set(parameters(titan.SelectiveAC.Config)) == config | {"force_recompute_mm_shapes_by_fqns"}
 
 
-def test_no_other_file_imports_torchtitan() -> None:
-    tracked = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "*.py"], cwd=ROOT, capture_output=True, text=True
-    )
-    if tracked.returncode != 0:
-        pytest.skip("not a git checkout")
-    importing = [
-        path
-        for path in tracked.stdout.split()
-        if any(
-            line.lstrip().startswith(("import torchtitan", "from torchtitan"))
-            for line in (ROOT / path).read_text(encoding="utf-8").splitlines()
-        )
-    ]
-    assert importing == ["titan.py"]
-
-
 def test_one_leaf_does_not_load_the_others() -> None:
     code = (
         "import sys, titan\n"

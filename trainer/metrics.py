@@ -33,17 +33,8 @@ from trainer.step_timer import StepTimes
 LOSS = "loss_metrics/global_avg_loss"
 VALIDATION = "validation_metrics/"
 
-_COLOURS = {
-    "step": 31,
-    "loss": 32,
-    "gnorm": 33,
-    "lr": 33,
-    "mem": 36,
-    "tps": 34,
-    "tflops": 36,
-    "mfu": 35,
-    "validation": 33,
-}
+# torchtitan's, as ANSI numbers.
+_COLOURS = {"step": 31, "loss": 32, "gnorm": 33, "mem": 36, "tps": 34, "tflops": 36, "mfu": 35, "validation": 33}
 
 logger = logging.getLogger(__name__)
 
@@ -155,10 +146,7 @@ class Metrics:
         step_s = sum(counted) / len(counted)
         tps = self._tokens_per_step / self._world_size / step_s
         values |= {"time_metrics/end_to_end(s)": step_s, "throughput(tps)": tps}
-        for suffix, flops, true in (
-            ("", self._flops.torchtitan, False),
-            ("_causal", self._flops.causal_with_head, True),
-        ):
+        for suffix, flops in (("", self._flops.torchtitan), ("_causal", self._flops.causal_with_head)):
             achieved = flops * tps
             if self._peak is not None and achieved > self._peak:
                 self._refuse(achieved, tps, causal=suffix != "")

@@ -73,14 +73,23 @@ class RunDirectory:
             self._lock = None
 
 
-def run_directory_state(resolved: Resolved) -> State:
-    """What ``open_run_directory`` would find. Reads only, so every rank and a launcher may ask before it is opened.
+def run_directory_state(resolved: Resolved, *, opener: bool = True) -> State:
+    """What ``open_run_directory`` would find. Reads only.
+
+    A rank that will not open the directory itself (``opener`` False) learns whether the run is done and nothing else:
+    the one that does may have begun, and reports what is wrong.
 
     Raises:
         ConfigError: job.run_dir holds another configuration, is in use, or is no run directory.
     """
-    run_dir = resolved.config.job.run_dir
-    return _state(Path(run_dir), resolved, ask_lock=True) if run_dir else "new"
+    if not resolved.config.job.run_dir:
+        return "new"
+    path = Path(resolved.config.job.run_dir)
+    if opener:
+        return _state(path, resolved, ask_lock=True)
+    if not (path / "DONE").exists():
+        return "new"
+    return "new" if _differences(_recorded_configuration(path) or {}, resolved) else "done"
 
 
 def open_run_directory(resolved: Resolved, *, command: list[str], record: dict[str, Any]) -> RunDirectory:

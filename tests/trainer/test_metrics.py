@@ -23,6 +23,7 @@ VALIDATION = {
     "validation_metrics/perplexity": 18.2,
     "validation_metrics/bits_per_byte": 2.1,
 }
+NOT_SCALARS = ("step", "tokens", "wall_s", "step_times_s", "excluded_steps")
 
 
 @pytest.fixture

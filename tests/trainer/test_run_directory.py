@@ -90,7 +90,7 @@ def test_done_is_left_alone(tmp_path: Path) -> None:
     assert ending["steps"] == 20 and ending["skipped_steps"] == 1 and ending["finished"]
     before = content(tmp_path / "run")
     described = resolve(tmp_path, job__run_dir=str(tmp_path / "run"), job__description="no part of the run")
-    assert run_directory_state(described) == "done"
+    assert run_directory_state(described) == run_directory_state(described, opener=False) == "done"
     assert open_it(described).state == "done"
     assert content(tmp_path / "run") == before
 
@@ -113,6 +113,7 @@ def test_another_configuration_is_refused(tmp_path: Path, ended: str) -> None:
         assert "training.steps = 20 there, 30 now" in message
         assert "model.dim = unset there, 64 now" in message
         assert "optimizer.lr" in message and "seq_len" not in message
+    assert run_directory_state(other, opener=False) == "new", "the opener says it, once"
     assert content(tmp_path / "run") == before
 
 
@@ -257,6 +258,8 @@ def test_a_live_run_is_refused_and_a_killed_one_continued(tmp_path: Path, monkey
         with pytest.raises(ConfigError, match=f"is in use by process {holder.pid}"):
             open_it(resolved)  # two that asked before either opened
         assert content(path) == before
+        # A slow rank of the run that holds the directory is not refused.
+        assert run_directory_state(resolved, opener=False) == "new"
         monkeypatch.undo()
         holder.send_signal(signal.SIGKILL)
         holder.wait()
