@@ -149,15 +149,19 @@ def converted(kind: Any, value: Any) -> Any:
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        for a in arguments:
+        if value is None and type(None) in arguments:
+            return None
+        choices = [a for a in arguments if a is not type(None)]
+        for a in choices[:-1]:
             try:
                 return converted(a, value)
             except ValueError:
                 continue
-        raise ValueError(f"expected {expected(kind)}")
-    if kind is type(None):
-        if value is None:
-            return None
+        try:
+            return converted(choices[-1], value)
+        except ValueError:
+            if len(choices) == 1:
+                raise
     elif origin is Literal:
         if any(type(value) is type(a) and value == a for a in arguments):
             return value

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from config.arithmetic import flops_per_token, memory, parameter_counts
 from config.flavors import resolve_shape
 from config.keys import shown
 from config.load import Resolved, flatten
 from config.paths import missing_files
-from config.rules import effective
+from config.rules import effective, tokenizer_kind
 from config.world import DEGREES, derived, mesh_degrees
 
 _WIDEST_VALUE = 44
@@ -32,6 +30,9 @@ def render(resolved: Resolved) -> str:
         else:
             row = (full, shown(value), origin)
         sections.setdefault(section, []).append(row)
+    if resolve_shape(resolved.config.model, resolved.config.moe).moe is None:
+        set_keys = [row for row in sections["moe"] if row[2] != "default"]
+        sections["moe"] = [*set_keys, ("# moe.*", "unused", f"flavor {resolved.config.model.flavor} has no experts")]
     return "\n\n".join(_aligned(rows) for rows in sections.values())
 
 
@@ -42,16 +43,18 @@ def _aligned(rows: list[tuple[str, str, str]]) -> str:
 
 
 def render_diff(a: Resolved, b: Resolved, names: tuple[str, str]) -> str:
-    """The keys in which two configurations differ, with both values and their origins, and apart from them what follows.
+    """The keys in which two configurations differ, with both values and their origins; apart from them, what follows.
 
-    What names a run or its file does not count.
+    What names a run or its file does not count, nor does writing down what would have followed anyway.
     """
-    left, right = flatten(a.config), flatten(b.config)
-    set_keys = [k for k in left if left[k] != right[k] and not k.startswith("job.")]
-    left |= {full: value for full, (value, _) in effective(a.config).items()}
-    right |= {full: value for full, (value, _) in effective(b.config).items()}
-    following = [k for k in left if left[k] != right[k] and k not in set_keys and not k.startswith("job.")]
-    if not set_keys:
+    written = (flatten(a.config), flatten(b.config))
+    left, right = (
+        w | {k: value for k, (value, _) in effective(r.config).items()} for w, r in zip(written, (a, b), strict=True)
+    )
+    different = [k for k in left if left[k] != right[k] and not k.startswith("job.")]
+    set_keys = [k for k in different if written[0][k] != written[1][k]]
+    following = [k for k in different if k not in set_keys]
+    if not different:
         return f"{names[0]} and {names[1]} say the same."
     rows = {k: (k, shown(left[k]), shown(right[k])) for k in set_keys + following}
     widths = [max(len(row[i]) for row in rows.values()) for i in range(3)]
@@ -75,7 +78,7 @@ def _origin(resolved: Resolved, full: str) -> str:
 
 
 def render_dry_run(resolved: Resolved, world_size: int) -> str:
-    """What ``--job.dry_run`` prints: the configuration with origins, parameters, FLOPs, tokens and memory, without torch.
+    """What ``--job.dry_run`` prints: configuration with origins, parameters, FLOPs, tokens a step, memory. No torch.
 
     Raises:
         ConfigError: the degrees or the global batch do not fit ``world_size`` ranks.
@@ -85,7 +88,7 @@ def render_dry_run(resolved: Resolved, world_size: int) -> str:
     degrees, numbers = mesh_degrees(config, world_size), derived(config, world_size)
     counts, flops = parameter_counts(shape), flops_per_token(shape, training.seq_len)
     held = memory(shape, config.optimizer.name, degrees["dp_shard"])
-    parts = {"embedding": counts.embedding, "blocks": counts.layers, "head": counts.head, "final norm": shape.dim}
+    parts = {"embedding": counts.embedding, "blocks": counts.layers, "head": counts.head, "norm": shape.dim}
     in_parts = " + ".join(f"{name} {n:,}" for name, n in parts.items() if n) + ("" if counts.head else ", head tied")
     mesh = " x ".join(f"{axis}({degrees[axis]})" for axis in DEGREES)
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
@@ -97,9 +100,10 @@ def render_dry_run(resolved: Resolved, world_size: int) -> str:
         _row("parameters", f"{counts.total:,}", in_parts),
         _row("FLOPs a token", _scaled(flops.torchtitan), f"torchtitan's formula, at seq_len {training.seq_len:,}"),
         _row("", _scaled(flops.causal_with_head), "causal attention, with the head"),
+        _row("tokenizer", tokenizer_kind(config), "data.tokenizer, model.hf_assets_path"),
         "",
         _heading("Step", f"{ranks}: {mesh}"),
-        *(_row(name.replace("_", " "), _number(item.value), item.rule) for name, item in numbers.items()),
+        *(_row(name.replace("_", " "), f"{item.value:,}", item.rule) for name, item in numbers.items()),
         "",
         _heading("Memory a rank", "float32; activations and gathered blocks come on top"),
         _row("parameters", _gib(held.parameters)),
@@ -119,10 +123,6 @@ def _heading(title: str, about: str) -> str:
 
 def _row(name: str, value: str, remark: str = "") -> str:
     return f"  {name:<28}{value:>18}" + (f"  # {remark}" if remark else "")
-
-
-def _number(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _scaled(n: int) -> str:

@@ -6,9 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
-from config import rules
 from config.errors import ConfigError
 from config.keys import shown
 from config.schema import Config
@@ -23,7 +21,7 @@ DATA_AXES = ("dp_replicate", "dp_shard")
 class Derived:
     """A number that no key holds, and the rule that gave it."""
 
-    value: Any
+    value: int
     rule: str
 
 
@@ -134,7 +132,6 @@ def derived(config: Config, world_size: int) -> dict[str, Derived]:
         ),
         "tokens_per_step": Derived(global_batch * training.seq_len, "global_batch_size x seq_len"),
         "tokens": Derived(global_batch * training.seq_len * training.steps, "tokens_per_step x steps"),
-        "tokenizer": Derived(rules.tokenizer_kind(config), "data.tokenizer, model.hf_assets_path"),
     }
 
 
