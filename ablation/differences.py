@@ -10,7 +10,7 @@ from config.keys import companions
 Values = dict[str, Any]
 Changes = dict[str, tuple[Any, Any]]
 
-NAMING_KEYS = ("job.run_dir", "job.config_file", "job.dry_run")
+NAMING_KEYS = ("job.run_dir", "job.config_file", "job.dry_run", "job.description", "job.dump_folder")
 """Keys that name a run and change nothing in it."""
 
 

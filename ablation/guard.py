@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from itertools import combinations, product
 
 from ablation.derived import QUANTITIES, derived
-from ablation.differences import NAMING_KEYS, Changes, Values, ancestry, changed, is_inert, root_of
+from ablation.differences import Changes, Values, ancestry, changed, is_inert, root_of
 from ablation.question import Question, guess, relative, without_path
 from config.errors import ConfigError
 from config.keys import all_keys, checked, companions, shown, unknown_key
 from config.load import Resolved, flatten, load_file
 from config.world import smallest_world
 
-RUNNER_KEYS = ("debug.seed", *NAMING_KEYS)
+RUNNER_KEYS = ("debug.seed", "job.run_dir", "job.config_file", "job.dry_run")
 """Set by the runner for each run; no arm and no override may touch them."""
 
 
@@ -131,11 +131,15 @@ def _derive(result: Guarded, world_size: int | None) -> Iterator[str]:
     gpus = result.question.table.runs_on.get("gpus", [])
     world_size = world_size or min(gpus, default=max(smallest_world(config) for config in configs.values()))
     numbers: dict[str, Values] = {}
+    refused: dict[str, str] = {}
     for name, config in configs.items():
         try:
             numbers[name] = derived(config, world_size)
-        except ConfigError as error:
-            yield f"arms.{name} on {world_size} processes: {error}"
+        except ConfigError as mistake:
+            refused[name] = str(mistake)
+    for name, error in refused.items():  # what is wrong with every arm is said once
+        where = "" if len(set(refused.values())) == 1 and not numbers else f"arms.{name} "
+        yield f"{where}with NGPU={world_size}: {error}"
     before = numbers.get(result.question.table.baseline, {})
     for name, after in numbers.items():
         result.arms[name].derived = {key: (before[key], after[key]) for key in before if before[key] != after[key]}
@@ -149,14 +153,14 @@ def _names_of_arms(question: Question) -> list[str]:
     if table.design == "ladder":
         plain = ["+".join(plain[:end]) for end in range(1, len(plain) + 1)]
     elif table.design == "factorial":
-        groups = [[n for n in plain if variable in question.arms[n]] for variable in question.variables]
+        sets = {name: [v for v in question.variables if v in question.arms[name]] for name in plain}
+        groups = [[name for name in plain if sets[name] == [variable]] for variable in question.variables]
         grouped = {n for group in groups for n in group}
         combined = [
             "+".join(chosen)
             for count in range(2, len(groups) + 1)
             for some in combinations(groups, count)
             for chosen in product(*some)
-            if len(set(chosen)) == count
         ]
         plain = [*(n for n in plain if n not in grouped), *(n for g in groups for n in g), *combined]
     return list(dict.fromkeys([table.baseline, *plain, *references]))

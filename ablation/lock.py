@@ -19,12 +19,15 @@ from config.errors import ConfigError
 
 
 class Lock:
-    """An acquired lock. ``fd`` is to be inherited by children; ``close`` releases it."""
+    """An acquired lock. ``fd`` is to be inherited by children; leaving the ``with`` block releases it."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path, self.fd = path, fd
 
-    def close(self) -> None:
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         os.close(self.fd)
 
 

@@ -163,6 +163,8 @@ def _about_decision(question: Question, bad: Complain) -> None:
 
 def _about_arms(question: Question, bad: Complain) -> None:
     table, names = question.table, list(question.arms)
+    if re.search(r"-\d+$", question.name):
+        bad(f"{question.path.name}: a question's name may not end in -<number>; that marks a second folder of results")
     if not names:
         bad("arms: none; write a table [arms.NAME] for each")
         return

@@ -1,0 +1,137 @@
+"""The commands as a user types them: exit codes, messages, no torch, no waiting."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ablation import question
+from ablation.__main__ import main
+from ablation.question import all_files
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def asked(question_file, monkeypatch, capsys):
+    """Run a command where the only question is rates; gives (exit code, stdout, stderr)."""
+    monkeypatch.setattr(question, "QUESTIONS", question_file.parent / "asked")
+    (question_file.parent / "asked").mkdir()
+    inside = question.QUESTIONS / "rates.toml"
+    inside.write_text(question_file.read_text().replace("base.toml", "../base.toml"))
+
+    def run(*words: str) -> tuple[int, str, str]:
+        try:
+            code = main(list(words))
+        except SystemExit as stop:  # argparse
+            code = int(stop.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def test_check_and_list(asked):
+    assert asked("check") == (0, "rates: variable optimizer.lr, 3 arms x 2 seeds = 6 runs\n", "")
+    code, out, _ = asked("list")
+    assert code == 0 and "arms: low (baseline), high, higher" in out and "no results" in out
+    assert asked("run", "rates", "--dry_run")[0] == 0
+
+
+def test_check_names_every_violation_of_every_file(asked):
+    text = (question.QUESTIONS / "rates.toml").read_text()
+    (question.QUESTIONS / "first.toml").write_text(text.replace("[1, 2]", "[1]").replace("step = 100", "step = 33"))
+    (question.QUESTIONS / "second.toml").write_text("[training]\nsteps = 1\n")
+    (question.QUESTIONS / "third.toml").write_text("[ablation\n")
+    code, out, err = asked("check")
+    assert code == 2 and out.startswith("rates: ")
+    lines = err.splitlines()
+    assert lines[0].startswith("asked/first.toml: ablation.seeds = [1]: fewer than two seeds")
+    assert lines[1].startswith("asked/first.toml: ablation.decide.step = 33")
+    assert "second.toml: no [ablation] table" in lines[2] and "third.toml, line 1" in lines[3]
+    assert lines[4] == "3 refused"
+    assert "first: refused" in asked("list")[1]
+
+
+def test_run_one_task_then_list_counts_it(asked):
+    assert asked("run", "rates", "--count")[1] == "6\n"
+    code, out, _ = asked("run", "rates", "--only", "2")
+    assert code == 0 and "run 2 of 6: high seed 1" in out
+    assert "outputs/rates: 1 of 6 done on 1 GPU(s)" in asked("list")[1]
+
+
+def test_a_changed_question_is_refused_and_new_starts_over(asked):
+    asked("run", "rates", "--only", "1")
+    code, _, err = asked("run", "rates", "--only", "1", "--optimizer.weight_decay", "0.3")
+    assert code == 2 and "was run with optimizer.weight_decay = 0.1, now 0.3" in err
+    code, out, _ = asked("run", "rates", "--new", "--dry_run", "--optimizer.weight_decay", "0.3")
+    assert code == 0 and "outputs/rates-2/low/seed1-1gpu" in out and "--optimizer.weight_decay 0.3" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run", "ratse"], 'no such question - did you mean "rates"?'),
+        (["chekc"], 'no such command - did you mean "check"?'),
+        (["run", "rates", "--arms", "hihg"], 'did you mean "high"?'),
+        (["run", "rates", "--seeds", "7"], "not a seed of"),
+        (["run", "rates", "--seeds", "x"], "expected whole numbers"),
+        (["run", "rates", "--only", "7"], "the plan has runs 1 to 6"),
+        (["run", "rates", "--only", "1", "--new"], "leave out --new"),
+        (["run", "rates", "--optimizer.lrr", "1"], "unknown key"),
+        (["run", "rates", "--optimizer.lr", "1"], "an override must reach every arm"),
+        (["run", "rates", "--arms.high.optimizer.lr", "1"], "belongs in the TOML file"),
+        (["check", "--all"], "takes names of questions only"),
+    ],
+)
+def test_mistakes_exit_with_2(asked, words, said):
+    code, _, err = asked(*words)
+    assert code == 2 and said in err and not Path("outputs").exists()
+
+
+def test_more_processes_than_the_question_is_meant_for(asked, monkeypatch):
+    path = question.QUESTIONS / "rates.toml"
+    path.write_text(path.read_text().replace("[ablation]", "[ablation]\nruns_on = { gpus = [2] }"))
+    assert "runs_on.gpus = [2], but this is NGPU=1" in asked("run", "rates", "--dry_run")[2]
+    assert asked("run", "rates", "--dry_run", "--anywhere")[0] == 0
+    monkeypatch.setenv("NGPU", "2")
+    assert "--nproc_per_node=2" in asked("run", "rates", "--dry_run")[1]
+    monkeypatch.setenv("NGPU", "many")
+    assert "NGPU = 'many'" in asked("run", "rates")[2]
+
+
+def test_every_question_of_the_checkout_passes_in_under_a_second_without_torch():
+    code = (
+        "import sys; from ablation.__main__ import main; status = main(['check'])\n"
+        "sys.exit(status or 3 * ('torch' in sys.modules))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    took = []
+    for _ in range(3):  # the best of three: another process may be busy
+        began = time.monotonic()
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        took.append(time.monotonic() - began)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert len(done.stdout.splitlines()) == len(all_files()) > 0
+    assert min(took) < 1.0, took
+
+
+@pytest.mark.parametrize("path", all_files(), ids=lambda p: p.stem)
+def test_every_question_has_a_script_that_runs_it(path):
+    script = path.with_suffix(".sh")
+    assert os.access(script, os.X_OK)
+    assert len(script.read_text().splitlines()) == 2
+    gpus = question.read(path).table.runs_on.get("gpus", [1])[0]
+    done = subprocess.run(
+        [script, "--dry_run"],
+        env={**os.environ, "NGPU": str(gpus), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert path.name in done.stdout
