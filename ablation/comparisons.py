@@ -62,16 +62,16 @@ class PartData:
 
 @dataclass
 class Comparison:
-    """A candidate beside its baseline. ``role``: "candidate" or "reference"."""
+    """An arm beside its baseline, by their labels. ``role``: "candidate" or "reference"."""
 
     label: str
+    baseline: str
     role: str
     sides: Sides
     items: list[Item]
     loss: PartData
     speed: PartData
     tier: str
-    source: str = ""
 
 
 def finite_values(runs: Sequence[Run], of: Callable[[Run], float | None]) -> Values:
@@ -86,10 +86,10 @@ def _log_rate(run: Run) -> float | None:
 
 
 def compare_sides(
-    label: str, role: str, sides: Sides, extra: Sequence[Item] = (), *, tier: str = "paired"
+    label: str, baseline: str, role: str, sides: Sides, extra: Sequence[Item] = (), *, tier: str = "paired"
 ) -> Comparison:
-    """Check both sides and estimate the differences. ``extra``: further lines of the box; ``tier``: "paired" or
-    "bridged" where the seeds pair, "unpaired" to forbid pairing."""
+    """Check both sides, labelled as in the report, and estimate the differences. ``extra``: further lines of the
+    box; ``tier``: "paired" or "bridged" where the seeds pair, "unpaired" to forbid pairing."""
     items = [*check_validity(sides), *extra]
     if tier == "unpaired":
         items.append(Item("baseline run together with the arm", "unpaired", "the baseline is from an older directory"))
@@ -102,7 +102,7 @@ def compare_sides(
 
     loss = part("loss", lambda run: value_at_tokens(run, sides.metric, sides.tokens), ratio=False)
     speed = part("speed", _log_rate, ratio=True)
-    return Comparison(label, role, sides, items, loss, speed, "unpaired" if loss.unpaired else tier)
+    return Comparison(label, baseline, role, sides, items, loss, speed, "unpaired" if loss.unpaired else tier)
 
 
 def phrase(verdict: Verdict, band: float, n: int, unit: str = "") -> str:
@@ -281,7 +281,7 @@ def comparison_table(c: Comparison, loss: dict[str, Any], speed: dict[str, Any],
         metric_row(measure, c.sides, paired=not (c.speed if measure.ratio else c.loss).unpaired) for measure in MEASURES
     ]
     return {
-        "arm": c.label, "baseline": base.arm, "role": c.role, "tier": c.tier, "source": c.source,
+        "arm": c.label, "baseline": c.baseline, "role": c.role, "tier": c.tier,
         "devices": candidate.world_size, "seeds": [run.seed for run in c.sides.candidate],
         "loss": loss, "speed": speed, "expectation": expectation,
         "variable": {k: list(changed[k]) for k in sorted(roots)},

@@ -17,7 +17,7 @@ from ablation.statistics import mean, quantile
 CURVE_POINTS = 240  # of one line in a figure and in report.json; longer series are averaged in blocks
 
 
-def _blocks(points: list[tuple[float, ...]]) -> list[list[float]]:
+def _blocks(points: Sequence[tuple[float, float, float]]) -> list[list[float]]:
     """At most CURVE_POINTS points, each the mean of a block, as one list a coordinate."""
     size = math.ceil(len(points) / CURVE_POINTS) or 1
     parts = [points[i : i + size] for i in range(0, len(points), size)]

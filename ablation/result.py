@@ -132,10 +132,9 @@ def build_result(runs: Sequence[Run], older: Sequence[Run] = (), rule: Rule | No
             role = "reference" if name in (arms.question.get("references") or []) else "candidate"
             sides = Sides(first, mine, arms.question, metric, tokens)
             tier = "paired" if own else "unpaired"
-            chosen[_label(arms, name, count)] = mine
-            comparisons.append(
-                compare_sides(_label(arms, name, count), role, sides, [*base.items, *arm.items], tier=tier)
-            )
+            label = _label(arms, name, count)
+            chosen[label] = mine
+            comparisons.append(compare_sides(label, baseline_label, role, sides, [*base.items, *arm.items], tier=tier))
         if past is not None and own is not None and old is not None:
             drift[baseline_label] = _drift(old.runs, own.runs, metric, tokens)
             comparisons += _bridged(past, arms, count, metric, tokens, chosen)
@@ -163,6 +162,7 @@ def _bridged(
 ) -> list[Comparison]:
     """Arms that only the older directory has, against the older baseline that ran with them."""
     base = _tuned(past, arms.baseline, count, metric, tokens)
+    base_label = f"{_label(arms, arms.baseline, count)} (older)"
     bridged: list[Comparison] = []
     for name in past.names():
         arm = _tuned(past, name, count, metric, tokens)
@@ -173,9 +173,9 @@ def _bridged(
         first = [run for run in base.runs if run.repeat == 0 and run.seed in seeds] or base.runs
         role = "reference" if name in (past.question.get("references") or []) else "candidate"
         label = f"{_label(arms, name, count)} (older)"
-        chosen[label] = mine
+        chosen |= {base_label: first, label: mine}
         sides = Sides(first, mine, past.question, metric, tokens)
-        bridged.append(compare_sides(label, role, sides, [*base.items, *arm.items], tier="bridged"))
+        bridged.append(compare_sides(label, base_label, role, sides, [*base.items, *arm.items], tier="bridged"))
     return bridged
 
 
@@ -239,7 +239,7 @@ def _result(
     ]
     runs = [*arms.runs, *(past.runs if past else [])]
     references = arms.question.get("references") or []
-    roles = {label: "baseline" for label in bands} | {c.label: c.role for c in comparisons}
+    roles = {label: "baseline" for label in chosen} | {c.label: c.role for c in comparisons}
     return {
         "schema": SCHEMA,
         "name": arms.runs[0].ablation or "comparison",
@@ -258,7 +258,7 @@ def _result(
         "comparisons": tables,
         "arms": {
             label: {
-                "role": roles.get(label, "candidate"), "devices": members[0].world_size,
+                "role": roles[label], "devices": members[0].world_size,
                 "seeds": [run.seed for run in members], "config": _variable_values(members[0], tables),
                 "metric": summary(finite_values(members, lambda run: value_at_tokens(run, metric, tokens))),
                 "rate": summary(finite_values(members, throughput)),

@@ -4,10 +4,10 @@ commit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ablation.derived import QUANTITIES
 from ablation.runs import Run, config_difference
 from ablation.sides import Item, Part, Sides, Status, declared_variables, listed
 from config.keys import companions as companion_parents
@@ -67,17 +67,30 @@ def change_of(sides: Sides) -> tuple[set[str], set[str], list[str]]:
     elif not variables and len(roots) > 1:
         wrong.append(f"{len(roots)} keys differ: {listed(sorted(roots))}")
     for key, quantity in held.items():
-        values = [_derived(quantity, run) for run in (base, candidate)]
+        values = [_held_quantity(quantity, run) for run in (base, candidate)]
         if values[0] != values[1]:
             wrong.append(f"{key} should hold {quantity}, and it went {values[0]} -> {values[1]}")
     return roots, followers, wrong
 
 
-def _derived(quantity: str, run: Run) -> Any:
-    try:
-        return QUANTITIES[quantity](run.config, run.world_size)
-    except KeyError as error:
-        return f"unknown ({error} is not recorded)"
+def _held_quantity(name: str, run: Run) -> Any:
+    """A quantity that ``hold`` may name, from what the run recorded; None if it cannot be told."""
+    config, recorded = run.config, run.record.get("derived") or {}
+    products: dict[str, tuple[Any, ...]] = {
+        "tokens_per_step": (run.tokens_per_step,),
+        "global_batch_size": (config.get("training.global_batch_size"),),
+        "tokens": (run.tokens_per_step, config.get("training.steps")),
+        "warmup_tokens": (run.tokens_per_step, config.get("lr_scheduler.warmup_steps")),
+        "micro_batch_tokens": (config.get("training.local_batch_size"), config.get("training.seq_len")),
+        "validation_tokens": (
+            config.get("validation.steps"),
+            config.get("validation.local_batch_size"),
+            recorded.get("data_parallel_degree"),
+            config.get("training.seq_len"),
+        ),
+    }
+    factors = products.get(name, (recorded.get(name),))
+    return None if None in factors or -1 in factors else math.prod(factors)
 
 
 def _one_variable(sides: Sides) -> Item:
@@ -97,7 +110,7 @@ def _same(
     show: Callable[[Any], str] = str,
 ) -> Item:
     """All runs of the comparison agree on ``of(run)``."""
-    values = {}
+    values: dict[str, tuple[Any, Run]] = {}
     for run in sides.runs:
         value = of(run)
         values.setdefault(repr(value), (value, run))
