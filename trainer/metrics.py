@@ -240,7 +240,10 @@ def _training_fields(values: dict[str, float]) -> dict[str, str]:
 
 
 def _validation_fields(values: dict[str, float]) -> dict[str, str]:
-    return {tag.removeprefix(VALIDATION).replace("_", " "): f"{value:.4f}" for tag, value in values.items()}
+    return {
+        tag.removeprefix(VALIDATION).replace("_", " "): f"{value:.4f}" if value < 100 else f"{value:,.0f}"
+        for tag, value in values.items()
+    }
 
 
 def _may_colour(config: Config) -> bool:
