@@ -20,31 +20,50 @@ class Tensor:
     kind: str
     shape: tuple[int, ...]
     count: int = 1
+    met: tuple[int, int] = (1, 1)
+    """Share of it that a token meets: (top_k, num_experts) for experts."""
 
     @property
     def numel(self) -> int:
         return prod(self.shape) * self.count
+
+    @property
+    def active(self) -> int:
+        return self.numel * self.met[0] // self.met[1]
 
 
 def tensors(shape: ModelShape) -> list[Tensor]:
     """Every parameter of the decoder, equal ones of all layers together. A tied head is not a parameter of its own."""
     d, hidden, layers = shape.dim, shape.hidden_dim, shape.n_layers
     q, kv = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
+    sparse = sum(shape.moe.has_experts(i) for i in range(layers)) if shape.moe else 0
     found = [
         Tensor("embedding", "embedding", (shape.vocab_size, d)),
         Tensor("attention query", "linear", (q, d), layers),
         Tensor("attention key, value", "linear", (kv, d), 2 * layers),
         Tensor("attention output", "linear", (d, q), layers),
-        Tensor("feed-forward gate, up", "linear", (hidden, d), 2 * layers),
-        Tensor("feed-forward down", "linear", (d, hidden), layers),
+        Tensor("feed-forward gate, up", "linear", (hidden, d), 2 * (layers - sparse)),
+        Tensor("feed-forward down", "linear", (d, hidden), layers - sparse),
         Tensor("norms of the blocks", "norm", (d,), 2 * layers),
         Tensor("final norm", "norm", (d,)),
     ]
-    if shape.qk_norm:
+    if shape.moe:
+        moe, met = shape.moe, (shape.moe.top_k, shape.moe.num_experts)
+        found += [
+            Tensor("routers", "linear", (moe.num_experts, d), sparse),
+            Tensor("experts gate, up", "linear", (moe.num_experts, d, 2 * moe.hidden_dim), sparse, met),
+            Tensor("experts down", "linear", (moe.num_experts, d, moe.hidden_dim), sparse, met),
+        ]
+        if moe.shared_dim:
+            found.append(Tensor("shared experts gate, up", "linear", (moe.shared_dim, d), 2 * sparse))
+            found.append(Tensor("shared experts down", "linear", (d, moe.shared_dim), sparse))
+    if shape.qk_norm and shape.qk_norm_scope == "projection":
+        found += [Tensor("query norms", "norm", (q,), layers), Tensor("key norms", "norm", (kv,), layers)]
+    elif shape.qk_norm:
         found.append(Tensor("query, key norms", "norm", (shape.head_dim,), 2 * layers))
     if not shape.enable_weight_tying:
         found.append(Tensor("head", "head", (shape.vocab_size, d)))
-    return found
+    return [t for t in found if t.count]
 
 
 @dataclass(frozen=True)
@@ -71,7 +90,7 @@ def parameter_counts(shape: ModelShape) -> ParameterCounts:
     total, embedding, head = sum(t.numel for t in tensors(shape)), count("embedding"), count("head")
     return ParameterCounts(
         total=total,
-        active=total,
+        active=sum(t.active for t in tensors(shape)),
         embedding=embedding,
         head=head,
         layers=total - embedding - head - shape.dim,
@@ -95,7 +114,7 @@ def flops_per_token(shape: ModelShape, seq_len: int) -> Flops:
     """Both formulas for a sequence of ``seq_len`` tokens. With a document mask the true work is less still."""
     counts = parameter_counts(shape)
     width = shape.n_layers * shape.n_heads * shape.head_dim
-    linear = sum(t.numel for t in tensors(shape) if t.kind == "linear")
+    linear = sum(t.active for t in tensors(shape) if t.kind == "linear")
     return Flops(
         torchtitan=6 * (counts.active - counts.embedding) + 12 * width * seq_len,
         causal_with_head=6 * (linear + shape.vocab_size * shape.dim) + 6 * width * (seq_len + 1),

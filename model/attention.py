@@ -100,8 +100,12 @@ class Attention(nn.Module):
         self.wk = nn.Linear(shape.dim, shape.n_kv_heads * shape.head_dim, bias=False)
         self.wv = nn.Linear(shape.dim, shape.n_kv_heads * shape.head_dim, bias=False)
         self.wo = nn.Linear(shape.n_heads * shape.head_dim, shape.dim, bias=False)
-        self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
-        self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
+        whole = shape.qk_norm_scope == "projection"  # one norm over all heads (OLMoE), instead of one a head (Qwen3)
+        q_width = shape.n_heads * shape.head_dim if whole else shape.head_dim
+        k_width = shape.n_kv_heads * shape.head_dim if whole else shape.head_dim
+        self.q_norm = nn.RMSNorm(q_width, eps=shape.norm_eps) if shape.qk_norm else None
+        self.k_norm = nn.RMSNorm(k_width, eps=shape.norm_eps) if shape.qk_norm else None
+        self.norm_whole = whole
 
     def forward(self, x: torch.Tensor, rope: torch.Tensor, mask: Any) -> torch.Tensor:
         """(B, S, dim) -> (B, S, dim). ``rope``: rows of the rotary table for these positions."""
@@ -110,6 +114,10 @@ class Attention(nn.Module):
         k = self.wk(x).unflatten(-1, (-1, self.head_dim))  # (B, S, H_kv, D)
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            if self.norm_whole:
+                q = self.q_norm(q.flatten(-2)).unflatten(-1, (-1, self.head_dim))
+                k = self.k_norm(k.flatten(-2)).unflatten(-1, (-1, self.head_dim))
+            else:
+                q, k = self.q_norm(q), self.k_norm(k)
         out = self.backend(apply_rope(q, rope), apply_rope(k, rope), v, mask)
         return self.wo(out.flatten(-2))

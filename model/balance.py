@@ -123,6 +123,11 @@ class Balance(nn.Module):
         values = [aux * left / balance_groups, moe.z_loss_coeff * left / balance_groups, tau]
         self.coefficients.copy_(torch.tensor(values))
 
+    def seen(self) -> torch.Tensor | None:
+        """What the step counted so far, for a layer that needs it (f_source "running")."""
+        running = self.moe.balance == "global_aux_loss" and self.moe.f_source == "running"
+        return self.counts.clone() if running else None
+
     def observe(
         self, routing: Routing, valid: torch.Tensor, seen: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, Observation]:

@@ -88,11 +88,12 @@ class _InjectLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        ctx.dtype = loss.dtype
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return grad, grad.new_ones((), dtype=torch.float32)
+        return grad, grad.new_ones((), dtype=ctx.dtype)
 
 
 def inject_loss(x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:

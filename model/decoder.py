@@ -1,17 +1,21 @@
-"""A Llama-3 style decoder (arXiv 2407.21783): pre-norm blocks of grouped-query attention and SwiGLU.
+"""A Llama-3 style decoder (arXiv 2407.21783): pre-norm blocks of grouped-query attention and SwiGLU, or experts.
 
 Parameter names are torchtitan's. Blocks are kept in a dictionary under their global index, so that a part of the model
 keeps the names of the whole.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from config.flavors import ModelShape
+from config.schema import Moe
 from model.attention import Attention, AttentionBackend
+from model.balance import Observation, balances
 from model.feed_forward import FeedForward
+from model.moe import MoE
 from model.rope import rope_frequencies, rope_table
 
 
@@ -31,6 +35,30 @@ class Block(nn.Module):
         return x + self.feed_forward(self.ffn_norm(x))
 
 
+class MoEBlock(nn.Module):
+    """A Transformer block whose feed-forward layer is a mixture of experts."""
+
+    def __init__(self, shape: ModelShape, backend: AttentionBackend, moe: Moe, noise_seed: int, layer: int):
+        super().__init__()
+        self.attention = Attention(shape, backend)
+        self.moe = MoE(shape, moe, noise_seed, layer)
+        self.attention_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+        self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rope: torch.Tensor,
+        mask: Any,
+        numbers: torch.Tensor | None = None,
+        seen: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, Observation]:
+        """(B, S, dim) -> (B, S, dim), and what the layer saw; ``numbers`` and ``seen`` as in :meth:`model.moe.MoE.forward`."""
+        x = x + self.attention(self.attention_norm(x), rope, mask)
+        out, observation = self.moe(self.ffn_norm(x), numbers, seen)
+        return x + out, observation
+
+
 class Decoder(nn.Module):
     """Token ids in, logits out.
 
@@ -38,15 +66,30 @@ class Decoder(nn.Module):
         shape: the model's shape.
         backend: attention kernel of every block.
         max_positions: rows of the rotary table, the longest sequence this instance will see.
+        moe: the [moe] section, for a shape with experts.
+        noise_seed: of routing noise.
     """
 
-    def __init__(self, shape: ModelShape, backend: AttentionBackend, max_positions: int):
+    def __init__(
+        self,
+        shape: ModelShape,
+        backend: AttentionBackend,
+        max_positions: int,
+        moe: Moe | None = None,
+        noise_seed: int = 0,
+    ):
         super().__init__()
         self.shape = shape
         self.backend = backend
         self.max_positions = max_positions
         self.tok_embeddings = nn.Embedding(shape.vocab_size, shape.dim)
-        self.layers = nn.ModuleDict({str(i): Block(shape, backend) for i in range(shape.n_layers)})
+        self.layers = nn.ModuleDict()
+        for i in range(shape.n_layers):
+            with_experts = shape.moe is not None and shape.moe.has_experts(i)
+            self.layers[str(i)] = (
+                MoEBlock(shape, backend, moe or Moe(), noise_seed, i) if with_experts else Block(shape, backend)
+            )
+        self.on_observation: Callable[[str, Observation], None] | None = None
         self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.output = nn.Linear(shape.dim, shape.vocab_size, bias=False)
         self.tie_weights()
@@ -59,22 +102,29 @@ class Decoder(nn.Module):
             self.output.weight = self.tok_embeddings.weight
 
     def init_buffers(self) -> None:
-        """Fill the buffers in place: they are no part of a checkpoint and are empty after ``to_empty``."""
+        """Fill the buffers in place with what they hold before the first step; they are empty after ``to_empty``."""
         frequencies = rope_frequencies(self.shape.head_dim, self.shape.rope_theta, self.shape.rope_scaling)
         self.rope.copy_(rope_table(self.max_positions, frequencies))
+        for balance in balances(self).values():
+            balance.reset()
 
     def forward(
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
+        numbers: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Next-token logits.
+
+        In training with gradients on, each MoE layer's load is counted. A block that is recomputed in the backward pass is
+        not run through here again, so it is counted once.
 
         Args:
             tokens: int64 (B, S).
             positions: int64 (B, S), each token's place in its document. None: 0 .. S - 1.
             document_ids: int32 (B, S); attention stays within equal ids. None: plain causal attention.
+            numbers: int64 (B, S), see :func:`model.moe.token_numbers`. Unused without experts.
 
         Returns:
             (B, S, vocab_size) in the compute dtype.
@@ -82,6 +132,14 @@ class Decoder(nn.Module):
         rope = self.rope[: tokens.shape[1]] if positions is None else self.rope[positions]
         mask = self.backend.prepare(document_ids)
         x = self.tok_embeddings(tokens)
-        for block in self.layers.values():
-            x = block(x, rope, mask)
+        for name, block in self.layers.items():
+            if self.shape.moe is None or not self.shape.moe.has_experts(int(name)):
+                x = block(x, rope, mask)
+                continue
+            balance = block.moe.balance
+            x, observation = block(x, rope, mask, numbers, balance.seen())
+            if self.training and torch.is_grad_enabled():
+                balance.count(observation)
+            if self.on_observation is not None:
+                self.on_observation(name, observation)
         return self.output(self.norm(x))

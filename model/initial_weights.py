@@ -8,7 +8,7 @@ serves as head and takes the head's scale.
 import hashlib
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,6 +22,10 @@ class InitialValue:
     constant: float | None = None
     std: float = 0.0
     cutoff: float = math.inf
+    stacked: bool = False
+    """Each slice of the first dimension is an expert, drawn from its own seed: whoever holds expert 3 gets the same one."""
+    odd_std: float | None = None
+    """Every second column, from the second on, has this std and its own draw (the up projections of w13)."""
 
 
 def initial_value(name: str, shape: ModelShape) -> InitialValue:
@@ -36,12 +40,19 @@ def initial_value(name: str, shape: ModelShape) -> InitialValue:
         return InitialValue(std=1.0)
     if name == "norm.weight" or name.endswith("_norm.weight"):
         return InitialValue(constant=1.0)
-    match = re.fullmatch(r"layers\.(\d+)\.(attention\.w[qkvo]|feed_forward\.w[123])\.weight", name)
+    match = re.fullmatch(
+        r"layers\.(\d+)\.(?:(attention\.w[qkvo]|feed_forward\.w[123]|moe\.shared_experts\.w[123]|moe\.router\.gate)\.weight"
+        r"|(moe\.experts\.w13|moe\.experts\.w2))",
+        name,
+    )
     if match is None:
         raise KeyError(f"no initial value is defined for parameter {name!r}")
-    layer, kind = int(match[1]), match[2]
-    narrowed = kind in ("attention.wo", "feed_forward.w2", "feed_forward.w3")
-    return InitialValue(std=0.02 / math.sqrt(2 * (layer + 1)) if narrowed else 0.02, cutoff=2 / 0.02)
+    layer, kind = int(match[1]), match[2] or match[3]
+    narrow, cutoff = 0.02 / math.sqrt(2 * (layer + 1)), 2 / 0.02
+    if kind == "moe.experts.w13":
+        return InitialValue(std=0.02, cutoff=cutoff, stacked=True, odd_std=narrow)
+    narrowed = kind.endswith((".wo", ".w2", ".w3"))
+    return InitialValue(std=narrow if narrowed else 0.02, cutoff=cutoff, stacked=match[3] is not None)
 
 
 def seed_of(init_seed: int, name: str) -> int:
@@ -58,6 +69,16 @@ def draw(name: str, size: torch.Size, rule: InitialValue, init_seed: int, device
     full = torch.empty(size, dtype=torch.float32, device=device)
     if rule.constant is not None:
         return full.fill_(rule.constant)
+    if rule.stacked:
+        each = replace(rule, stacked=False)
+        for expert, part in enumerate(full):
+            part.copy_(draw(f"{name}.{expert}", part.shape, each, init_seed, device))
+        return full
+    if rule.odd_std is not None:
+        half = torch.Size([*size[:-1], size[-1] // 2])
+        full[..., 0::2] = draw(f"{name}.gate", half, replace(rule, odd_std=None), init_seed, device)
+        full[..., 1::2] = draw(f"{name}.up", half, replace(rule, std=rule.odd_std, odd_std=None), init_seed, device)
+        return full
     generator = torch.Generator(device=device).manual_seed(seed_of(init_seed, name))
     if math.isinf(rule.cutoff):
         return full.normal_(0.0, rule.std, generator=generator)

@@ -40,7 +40,7 @@ def plan_rows(experts: torch.Tensor, num_experts: int, max_rows: int | None = No
 
 
 def gather_sum(rows: torch.Tensor, row: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
-    """out[t] = sum_s weights[t, s] * rows[row[t, s]], accumulated in float32; absent rows add nothing, not even a NaN.
+    """out[t] = sum_s weights[t, s] * rows[row[t, s]], accumulated in at least float32; absent rows add nothing, not even a NaN.
 
     Args:
         rows: (R, D). Rows that no assignment names are never read into the result.
@@ -52,7 +52,7 @@ def gather_sum(rows: torch.Tensor, row: torch.Tensor, weights: torch.Tensor | No
     """
     absent = row >= rows.shape[0]
     found = rows[row.clamp(max=max(rows.shape[0] - 1, 0))] if rows.shape[0] else rows.new_zeros(*row.shape, rows.shape[1])
-    found = torch.where(absent[..., None], 0.0, found.float())
+    found = torch.where(absent[..., None], 0.0, found.to(torch.promote_types(found.dtype, torch.float32)))
     if weights is not None:
         found = found * weights[..., None]
     return found.sum(1).to(rows.dtype)
@@ -72,18 +72,22 @@ class _Permute(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, plan: Plan) -> torch.Tensor:
-        ctx.save_for_backward(rows, weights, plan.token, plan.slot, plan.row)
-        return gather_sum(rows, plan.row, weights)
+    def forward(
+        ctx: Any, rows: torch.Tensor, weights: torch.Tensor, token: torch.Tensor, slot: torch.Tensor, row: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows, weights, token, slot, row)
+        return gather_sum(rows, row, weights)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
         rows, weights, token, slot, row = ctx.saved_tensors
         mine = grad[token]
-        by_row = (rows.float() * mine.float()).sum(-1)  # gradient of the weight of each row
+        by_row = (rows.to(weights.dtype) * mine.to(weights.dtype)).sum(-1)  # gradient of the weight of each row
         return (
             (mine * weights.flatten()[slot, None].to(mine.dtype)),
             gather_sum(by_row[:, None], row.flatten()[:, None])[:, 0].view_as(weights),
+            None,
+            None,
             None,
         )
 
@@ -95,4 +99,4 @@ def permute(x: torch.Tensor, plan: Plan) -> torch.Tensor:
 
 def combine(rows: torch.Tensor, weights: torch.Tensor, plan: Plan) -> torch.Tensor:
     """(R, D), (T, slots) -> (T, D): each token's weighted sum. The backward pass gathers a row's token. Saves ``rows``."""
-    return _Combine.apply(rows, weights, plan)
+    return _Combine.apply(rows, weights, plan.token, plan.slot, plan.row)

@@ -86,6 +86,11 @@ def drop_overflow(
     return torch.where(kept, experts, num_experts), weights * kept
 
 
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """``x`` in at least float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class Router(nn.Module):
     """Token-choice (or expert-choice) routing over E experts.
 
@@ -126,12 +131,13 @@ class Router(nn.Module):
         shape, moe, experts = self.shape, self.moe, self.shape.num_experts
         # Autocast would lower the product to bfloat16 whatever the dtype of its operands.
         with torch.autocast(x.device.type, enabled=False):
-            x = x.to(self.dtype)
+            dtype = torch.float64 if x.dtype == torch.float64 else self.dtype
+            x = x.to(dtype)
             if moe.jitter and self.training:
                 # Switch Transformer: input times U(1 - e, 1 + e).
                 spread = uniform(noise_key, _JITTER, numbers, x.shape[-1])
                 x = x * (1.0 + moe.jitter * (2.0 * spread - 1.0)).to(x.dtype)
-            logits = F.linear(x, self.gate.weight.to(self.dtype))
+            logits = F.linear(x, self.gate.weight.to(dtype))
         if moe.balance == "random_logits":
             # Megatron's forced balance: standard normal logits, the gradient passed through as if they were the router's.
             logits = logits + (normal(noise_key, _RANDOM, numbers, experts).to(logits.dtype) - logits).detach()
@@ -145,10 +151,10 @@ class Router(nn.Module):
 
         noisy, noisy_scores = logits, scores
         if moe.gumbel_tau and self.training:
-            noisy = logits.float() + gumbel_tau * gumbel(noise_key, _GUMBEL, numbers, experts)
+            noisy = wide(logits) + gumbel_tau * gumbel(noise_key, _GUMBEL, numbers, experts)
             noisy_scores = self._scores(noisy)
         with torch.no_grad():
-            choice = choice_scores(noisy.float(), noisy_scores.float(), bias, choose_by)
+            choice = choice_scores(wide(noisy), wide(noisy_scores), bias, choose_by)
             if shape.num_groups > 1:
                 choice = limit_to_groups(choice, shape.num_groups, shape.top_groups)
             wanted = shape.top_k + (moe.balance == "quantile")
@@ -160,14 +166,14 @@ class Router(nn.Module):
                 slots = torch.arange(shape.top_k, device=x.device)
                 chosen = (numbers[:, None] * shape.top_k + slots) % experts
             requested = torch.zeros_like(choice, dtype=torch.bool).scatter(1, chosen, True)
-        weights = scores.float().gather(1, chosen)
+        weights = wide(scores).gather(1, chosen)
         if shape.route_norm:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         weights = weights * shape.route_scale
         if moe.capacity != "none":
             capacity = expert_capacity(len(x), shape.top_k, experts, moe.capacity_factor)
             chosen, weights = drop_overflow(chosen, weights, experts, capacity, moe.capacity)
-        return Routing(chosen, weights, requested, logits.float(), self._probabilities(scores), cutoff)
+        return Routing(chosen, weights, requested, wide(logits), self._probabilities(scores), cutoff)
 
     def max_rows(self, tokens: int) -> int:
         """Most rows that experts have to process for ``tokens`` tokens."""
@@ -184,7 +190,7 @@ class Router(nn.Module):
         return logits.softmax(-1) if self.shape.score_func == "softmax" else logits.sigmoid()
 
     def _probabilities(self, scores: torch.Tensor) -> torch.Tensor:
-        scores = scores.float()
+        scores = wide(scores)
         # DeepSeek-V3, equation 19: sigmoid affinities are normalised over all experts for the balance loss.
         return scores if self.shape.score_func == "softmax" else scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
@@ -194,11 +200,11 @@ class Router(nn.Module):
         Whether a token is taken depends on tokens after it: in a causal model this leaks the future.
         """
         shape, experts = self.shape, self.shape.num_experts
-        scores = scores.float()
+        scores = wide(scores)
         capacity = min(len(scores), expert_capacity(len(scores), shape.top_k, experts, 1.0))
         with torch.no_grad():
             best = scores.masked_fill(~valid[:, None], -torch.inf).topk(capacity, dim=0).indices
             taken = torch.zeros_like(scores, dtype=torch.bool).scatter(0, best, True) & valid[:, None]
             ids = torch.where(taken, torch.arange(experts, device=scores.device), experts)
         weights = scores * taken * shape.route_scale
-        return Routing(ids, weights, taken, logits.float(), self._probabilities(scores), None)
+        return Routing(ids, weights, taken, wide(logits), self._probabilities(scores), None)

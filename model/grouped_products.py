@@ -1,0 +1,44 @@
+"""Grouped matrix products for every dtype: torch's kernel in bfloat16, a loop of plain products elsewhere."""
+
+import torch
+
+try:
+    from torch.nn.functional import grouped_mm as _torch_grouped_mm
+except ImportError:  # before torch 2.10
+    from torch import _grouped_mm as _torch_grouped_mm
+
+
+def grouped_mm(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """One product a group. Group e holds rows (or columns) ends[e - 1] to ends[e] of ``a``.
+
+    Args:
+        a: (R, K) with ``b`` (E, K, N): out[rows of e] = a[rows of e] @ b[e]. Rows past the last group are left unwritten.
+           (M, R) with ``b`` (R, N): out[e] = a[:, rows of e] @ b[rows of e].
+        ends: int32 (E,).
+
+    Returns:
+        (R, N) or (E, M, N). In bfloat16 the host does not wait; in other dtypes torch's kernel does not compile, and a loop
+        over groups reads ``ends`` on the host.
+    """
+    if a.dtype == torch.bfloat16:
+        return _torch_grouped_mm(a, b, offs=ends)
+    return _looped(a, b, ends)
+
+
+@torch.library.custom_op("ablation_trainer::grouped_mm", mutates_args=())
+def _looped(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    bounds = [0, *ends.tolist()]
+    spans = list(zip(bounds, bounds[1:], strict=False))
+    if b.dim() == 2:
+        return torch.stack([a[:, start:end] @ b[start:end] for start, end in spans])
+    out = a.new_empty(a.shape[0], b.shape[2])
+    for expert, (start, end) in enumerate(spans):
+        out[start:end] = a[start:end] @ b[expert]
+    return out
+
+
+@_looped.register_fake
+def _(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    if b.dim() == 2:
+        return a.new_empty(ends.shape[0], a.shape[0], b.shape[1])
+    return a.new_empty(a.shape[0], b.shape[2])
