@@ -37,11 +37,10 @@ def build_optimizer(
         mesh = getattr(parameter, "device_mesh", None)
         groups.setdefault((decay, mesh), {"params": [], "weight_decay": decay})["params"].append(parameter)
 
-    shared: dict[str, Any] = {
-        "lr": section.lr,
-        "foreach": section.implementation == "foreach",
-        "fused": section.implementation == "fused",
-    }
+    implementation = section.implementation
+    if section.name == "SGD" and implementation == "fused":
+        implementation = "foreach"  # DTensor has no sharding rule for fused SGD (torch 2.11 to 2.13)
+    shared = {"lr": section.lr, "foreach": implementation == "foreach", "fused": implementation == "fused"}
     optimizer: torch.optim.Optimizer
     if section.name == "SGD":
         optimizer = torch.optim.SGD(list(groups.values()), **shared)
@@ -52,7 +51,7 @@ def build_optimizer(
     logger.info(
         "Applied %s (%s): lr %g, weight decay %g on %s parameters, none on %s",
         section.name,
-        section.implementation,
+        implementation,
         section.lr,
         section.weight_decay,
         f"{sum(p.numel() for key, p in parameters.items() if key not in kept):,}",

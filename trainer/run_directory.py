@@ -30,7 +30,7 @@ import tomli
 
 from config.errors import ConfigError
 from config.keys import shown
-from config.load import Resolved, to_toml
+from config.load import Resolved, flatten, to_toml
 from trainer.environment import describe_environment
 
 State = Literal["new", "continued", "done"]
@@ -222,7 +222,14 @@ def _write_record(path: Path, resolved: Resolved, command: list[str], record: di
     ablation = None
     if resolved.arm:
         file = config.job.config_file
-        ablation = {"name": Path(file).stem, "arm": resolved.arm, "file": file}
+        tuned, flat = resolved.ablation.get("tune", {}), flatten(config)
+        ablation = {
+            "name": Path(file).stem,
+            "arm": resolved.arm,
+            "file": file,
+            "question": resolved.ablation,
+            "tune": {key: flat[key] for key in tuned if key in flat},
+        }
     run = {
         "schema": 1,
         "command": command,

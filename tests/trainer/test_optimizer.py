@@ -121,8 +121,8 @@ def test_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-def _train(implementation: str, sharded: bool) -> list[torch.Tensor]:
-    """Three AdamW steps; with ``sharded`` all but the norm are split over the ranks, the norm stays plain."""
+def _train(name: str, implementation: str, sharded: bool) -> list[torch.Tensor]:
+    """Three steps; with ``sharded`` all but the norm are split over the ranks, the norm stays plain."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
@@ -132,7 +132,7 @@ def _train(implementation: str, sharded: bool) -> list[torch.Tensor]:
     if sharded:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
         fully_shard(model, mesh=mesh, ignored_params={model.attention_norm.weight})
-    section = Optimizer(lr=0.05, implementation=implementation)
+    section = Optimizer(name=name, lr=0.05, implementation=implementation)
     optimizer = build_optimizer(model.named_parameters(), section)
     for step in range(3):
         model(torch.arange(8).roll(step).reshape(2, 4)).square().mean().backward()
@@ -141,9 +141,10 @@ def _train(implementation: str, sharded: bool) -> list[torch.Tensor]:
     return [(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in model.parameters()]
 
 
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_sharded_and_plain_parameters_together(implementation: str) -> None:
-    expected = _train(implementation, False)
-    for result in ranks.run(2, _train, implementation, True):
+def test_sharded_and_plain_parameters_together(name: str, implementation: str) -> None:
+    expected = _train(name, implementation, False)
+    for result in ranks.run(2, _train, name, implementation, True):
         for ours, theirs in zip(result, expected, strict=True):
             torch.testing.assert_close(ours, theirs)
