@@ -40,7 +40,11 @@ def build_optimizer(
     implementation = section.implementation
     if section.name == "SGD" and implementation == "fused":
         implementation = "foreach"  # DTensor has no sharding rule for fused SGD (torch 2.11 to 2.13)
-    shared = {"lr": section.lr, "foreach": implementation == "foreach", "fused": implementation == "fused"}
+    shared: dict[str, Any] = {
+        "lr": section.lr,
+        "foreach": implementation == "foreach",
+        "fused": implementation == "fused",
+    }
     optimizer: torch.optim.Optimizer
     if section.name == "SGD":
         optimizer = torch.optim.SGD(list(groups.values()), **shared)
