@@ -39,7 +39,7 @@ def build_optimizer(
 
     implementation = section.implementation
     if section.name == "SGD" and implementation == "fused":
-        implementation = "foreach"  # DTensor has no sharding rule for fused SGD (torch 2.11 to 2.13)
+        implementation = "foreach"  # DTensor has no sharding rule for fused SGD (torch 2.13)
     shared: dict[str, Any] = {
         "lr": section.lr,
         "foreach": implementation == "foreach",
