@@ -103,8 +103,8 @@ def _store(line: CommandLine, option: str, negated: bool, values: list[str]) -> 
             raise ConfigError(
                 f"{WHERE}: --{option}: belongs in the TOML file; the command line takes --{_ARM} NAME only"
             )
-        known = [*all_keys(), *torchtitan_keys.names(), _ARM]
-        raise ConfigError(f"{WHERE}: --{option}: {unknown_key(option, known, '--{}')}")
+        guess = unknown_key(option, all_keys(), "--{}", [*torchtitan_keys.names(), _ARM])
+        raise ConfigError(f"{WHERE}: --{option}: {guess}")
     kind = Any if key is None else key.type
     if negated and values:
         raise ConfigError(f"{WHERE}: --no_{option} takes no value; say --{option} false")

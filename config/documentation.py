@@ -123,14 +123,17 @@ def _cell(text: str) -> str:
 def _flavors() -> list[str]:
     intro = "`model.name` and `model.flavor` name a shape; other keys of `[model]` change single fields of it."
     rows = ["## Flavors", "", intro, ""]
-    rows += ["| name | flavor | parameters | layers | dim | heads / kv | hidden | vocabulary | tied | max_seq_len |"]
-    rows += ["|---|---|--:|--:|--:|--:|--:|--:|---|--:|"]
+    rows += [
+        "| name | flavor | parameters | active | layers | dim | heads / kv | hidden | vocabulary | tied | max_seq_len |"
+    ]
+    rows += ["|---|---|--:|--:|--:|--:|--:|--:|--:|---|--:|"]
     for name, family in FLAVORS.items():
         for flavor, s in family.items():
             cells = [
                 name,
                 f"`{flavor}`",
                 f"{parameter_counts(s).total:,}",
+                f"{parameter_counts(s).active:,}",
                 f"{s.n_layers}",
                 f"{s.dim:,}",
                 f"{s.n_heads} / {s.n_kv_heads}",

@@ -13,7 +13,6 @@ from config.shapes import ModelShape as ModelShape
 from config.shapes import MoEShape
 from config.shapes import RopeScaling as RopeScaling
 
-
 _LLAMA31 = RopeScaling(factor=8.0)
 _LLAMA32 = RopeScaling(factor=32.0)
 
@@ -102,10 +101,13 @@ def resolve_shape(model: Model, moe: Moe | None = None) -> ModelShape:
         raise ConfigError(f"model.name = {shown(model.name)}: unknown model family{guess}; known: {choices}")
     family = FLAVORS[model.name]
     if model.flavor not in family:
+        others = [name for name, flavors in FLAVORS.items() if model.flavor in flavors]
+        if others:
+            raise ConfigError(
+                f"model.flavor = {shown(model.flavor)} belongs to model.name = {shown(others[0])}; set both"
+            )
         guess, choices = did_you_mean(model.flavor, family), ", ".join(shown(name) for name in family)
-        raise ConfigError(
-            f"model.flavor = {shown(model.flavor)}: unknown flavor of {model.name}{guess}; known: {choices}"
-        )
+        raise ConfigError(f"model.flavor = {shown(model.flavor)}: no flavor of {model.name}{guess}; known: {choices}")
     shape = family[model.flavor]
     changed = _overrides(model, ModelShape)
     if (

@@ -14,7 +14,7 @@ import types
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from config import schema
 
@@ -66,27 +66,29 @@ def companions() -> dict[str, tuple[str, tuple[Any, ...]]]:
 
 @cache
 def help_lines() -> dict[str, str]:
-    """Full key -> the docstring line under its field in config/schema.py, those of [ablation] included."""
-    by_class: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(schema)).body:
-        if isinstance(node, ast.ClassDef):
-            lines = by_class.setdefault(node.name, {})
-            for statement, following in zip(node.body, node.body[1:], strict=False):
-                if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
-                    assert isinstance(statement.target, ast.Name) and isinstance(following.value, ast.Constant)
-                    lines[statement.target.id] = " ".join(str(following.value.value).split())
+    """Full key -> the docstring line under its field in the schema, those of [ablation] included."""
     found: dict[str, str] = {}
 
     def collect(cls: type, prefix: str) -> None:
-        hints = get_type_hints(cls)
+        hints, lines = get_type_hints(cls), _lines_under_fields(cls)
         for f in fields(cls):
             if is_dataclass(hints[f.name]):
                 collect(hints[f.name], f"{prefix}{f.name}.")
-            elif f.name in by_class[cls.__name__]:
-                found[f"{prefix}{f.name}"] = by_class[cls.__name__][f.name]
+            else:
+                found[f"{prefix}{f.name}"] = lines[f.name]
 
     collect(schema.Config, "")
     collect(schema.Ablation, "ablation.")
+    return found
+
+
+def _lines_under_fields(cls: type) -> dict[str, str]:
+    """Field -> the docstring that follows it in the source of the class, on one line."""
+    body = cast(ast.ClassDef, ast.parse(inspect.getsource(cls)).body[0]).body
+    found = {}
+    for statement, following in zip(body, body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
+            found[cast(ast.Name, statement.target).id] = " ".join(ast.literal_eval(following.value).split())
     return found
 
 
@@ -133,11 +135,13 @@ def expected(kind: Any) -> str:
     if origin is Literal:
         return "one of " + ", ".join(shown(a) for a in arguments)
     if origin is list:
-        return {str: "a list of strings", int: "a list of integers"}.get(arguments[0]) or (
-            "a list of tables" if get_origin(arguments[0]) is dict else f"a list of {expected(arguments[0])}"
-        )
+        item = dict if get_origin(arguments[0]) is dict else arguments[0]
+        plain = {str: "strings", int: "integers", dict: "tables", Any: "values"}
+        return f"a list of {plain[item]}" if item in plain else f"a list, each item {expected(item)}"
     if origin is dict:
         return "a table"
+    if kind is Any:
+        return "any value"
     return {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[kind]
 
 
@@ -206,30 +210,36 @@ def _number(x: float) -> str:
     return str(int(x)) if float(x).is_integer() else str(x)
 
 
-def unknown_key(full: str, known: Iterable[str], written: str = "{}") -> str:
-    """What to say about a key that does not exist: the nearest valid one, or what the section holds.
+def unknown_key(full: str, known: Iterable[str], written: str = "{}", quiet: Iterable[str] = ()) -> str:
+    """What to say about a key that does not exist: the nearest valid one, or what there is to choose from.
 
-    ``written`` formats a suggestion the way the user would type it ("--{}" on the command line).
+    Looked for, in this order: a near name in the section, the same name elsewhere, a near section, a near full key.
+    ``quiet`` are valid keys too, suggested but not listed. ``written`` formats a suggestion as the user would type it
+    ("--{}" on the command line); in a file, a key of the same section is suggested without the section.
     """
-    known = list(known)
+    listed = list(known)
+    known = [*listed, *quiet]
     section, _, name = full.partition(".")
-    sections = list(dict.fromkeys(k.partition(".")[0] for k in known))
-    if section in sections:
-        here = [k.partition(".")[2] for k in known if k.startswith(section + ".")]
-        found = nearest(name, here)
-        if found:
-            suggestion = written.format(f"{section}.{found}") if written != "{}" else found
-            return f"unknown key - did you mean '{suggestion}'?"
-        elsewhere = [k for k in known if k.partition(".")[2] == name]
-        if elsewhere:
-            return f"unknown key - did you mean '{written.format(elsewhere[0])}'?"
-        return f"unknown key; [{section}] has {', '.join(here)}"
-    found = nearest(section, sections)
-    corrected = f"{found}.{name}" if found else ""
-    if corrected in known or (found and not name):
-        return f"unknown section [{section}] - did you mean '{written.format(corrected.rstrip('.'))}'?"
-    guess = nearest(full, known)
-    if guess and name:
-        return f"unknown section [{section}] - did you mean '{written.format(guess)}'?"
-    hint = f" - did you mean [{found}]?" if found else f"; the sections are {', '.join(sections)}"
-    return f"unknown section [{section}]{hint}"
+    here = _names(known, section)
+    choices = ", ".join(_names(listed, section) or here)
+    if here and not name:
+        return f"a section, not a key; its keys are {choices}"
+    if here and (found := nearest(name, here)):
+        return f"unknown key - did you mean '{found if written == '{}' else written.format(f'{section}.{found}')}'?"
+    same_name = [k for k in known if k.rpartition(".")[2] == (name or section)]
+    near = nearest(section, {k.partition(".")[0] for k in known}) if name and not here else None
+    guess = f"{near}.{name}" if near else ""
+    if guess not in known:
+        guess = same_name[0] if same_name else nearest(full, known) or ""
+    what = "unknown key" if here or not name else f"unknown section [{section}]"
+    if guess and (same_name or not here):
+        return f"{what} - did you mean '{written.format(guess)}'?"
+    if here:
+        return f"{what}; [{section}] has {choices}"
+    if near:
+        return f"{what} - did you mean [{near}]?"
+    return f"{what}; the sections are {', '.join(dict.fromkeys(k.partition('.')[0] for k in listed))}"
+
+
+def _names(known: list[str], section: str) -> list[str]:
+    return [k.partition(".")[2] for k in known if k.partition(".")[0] == section]

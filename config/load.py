@@ -55,9 +55,6 @@ def load(argv: list[str] | None = None) -> Resolved:
         print(command_line.help_text())
         raise SystemExit(0)
     resolved = _resolve(read(line.config_file) if line.config_file else None, line.leaves, line.arm)
-    for full in line.leaves:
-        if note := _inert(resolved.config, full):
-            resolved.notes.append(f"--{full} {note}")
     if not resolved.config.job.dry_run:
         paths.check_files(resolved.config, resolved.origins)
     return resolved
@@ -151,6 +148,9 @@ def _resolve(document: Document | None, overrides: dict[str, Any], arm: str | No
     origins = {full: merged.origins.get(full, "default") for full in all_keys()}
     notes += rules.check(config, origins)
     now = flatten(config)
+    for full in all_keys():
+        if origins[full] == command_line.WHERE or "[arms." in origins[full]:
+            notes += _inert(full, origins[full], now)
     changed = {
         full: (base[full], value)
         for full, value in now.items()
@@ -191,10 +191,9 @@ def _arms(document: Document | None, arm: str | None) -> list[tuple[str, dict[st
     return chosen
 
 
-def _inert(config: Config, full: str) -> str:
-    """Why a key that was typed has no effect, or nothing."""
-    parent, values = companions().get(full, ("", ()))
-    if not parent:
-        return ""
-    actual = flatten(config)[parent]
-    return "" if actual in values else f"has no effect while {parent} = {shown(actual)}"
+def _inert(full: str, origin: str, values: dict[str, Any]) -> list[str]:
+    """A note that a key which was set on purpose, by an arm or on the command line, has no effect."""
+    parent, active = companions().get(full, ("", ()))
+    if not parent or values[parent] in active:
+        return []
+    return [f"{full} ({origin}) has no effect while {parent} = {shown(values[parent])}"]

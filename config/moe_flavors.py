@@ -1,7 +1,7 @@
 """Mixture-of-experts shapes as data, each with a dense shape of equal active parameters: ``<name>_dense``.
 
-A dense twin differs from its MoE in the feed-forward layers alone: their width is that of the experts a token meets, so the
-active parameters agree up to the router (below one per cent). Totals and active counts are those the authors publish.
+A dense twin differs from its MoE in the feed-forward layers alone: their width is that of the experts a token meets, so
+the active parameters agree up to the router (below one per cent). Total and active counts are the published ones.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ _EXPERTS: dict[str, ModelShape] = {
         qk_norm=True,
         moe=MoEShape(num_experts=128, top_k=8, hidden_dim=1536, route_norm=True),
     ),
-    # The experts of DeepSeek-V2-Lite, routed as DeepSeek-V3 (arXiv 2412.19437): sigmoid, bias, groups, shared experts. The
-    # attention is that of Llama, not multi-head latent attention, so its counts are not the published 15.7 B / 2.4 B.
+    # The experts of DeepSeek-V2-Lite, routed as DeepSeek-V3 (arXiv 2412.19437): sigmoid, bias, groups, shared experts.
+    # The attention is that of Llama, not multi-head latent attention, so counts are not the published 15.7 B / 2.4 B.
     "DeepSeek-V3-16B": ModelShape(
         vocab_size=102_400,
         dim=2048,

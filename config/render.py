@@ -98,6 +98,7 @@ def render_dry_run(resolved: Resolved, world_size: int) -> str:
         "",
         _heading("Model", f"{config.model.name} {config.model.flavor}"),
         _row("parameters", f"{counts.total:,}", in_parts),
+        *([_row("active a token", f"{counts.active:,}")] if counts.active != counts.total else []),
         _row("FLOPs a token", _scaled(flops.torchtitan), f"torchtitan's formula, at seq_len {training.seq_len:,}"),
         _row("", _scaled(flops.causal_with_head), "causal attention, with the head"),
         _row("tokenizer", tokenizer_kind(config), "data.tokenizer, model.hf_assets_path"),

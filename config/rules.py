@@ -56,8 +56,7 @@ def check(config: Config, origins: dict[str, str]) -> list[str]:
     follows = effective(config)
 
     def said(full: str) -> str:
-        section, name = full.split(".")
-        value, origin = follows.get(full, (getattr(getattr(config, section), name), origins.get(full, "")))
+        value, origin = follows.get(full, (_value(config, full), origins.get(full, "")))
         return f"{full} = {shown(value)} ({origin})" if origin else f"{full} = {shown(value)}"
 
     broken = [
@@ -68,7 +67,7 @@ def check(config: Config, origins: dict[str, str]) -> list[str]:
     ]
     if broken:
         raise ConfigError("\n".join(broken))
-    return list(_schedule_notes(config))
+    return [*_schedule_notes(config), *_moe_notes(config, shape)]
 
 
 def _model_rules(config: Config, shape: ModelShape, said: Said) -> Iterator[str]:
@@ -119,6 +118,8 @@ def _data_rules(config: Config, shape: ModelShape, said: Said) -> Iterator[str]:
     kind = tokenizer_kind(config)
     if kind == "file" and not config.model.hf_assets_path:
         yield f"{said('data.tokenizer')} needs model.hf_assets_path, the folder with tokenizer.json."
+    if kind == "bytes" and shape.vocab_size < 257:
+        yield f"{said('model.vocab_size')} is smaller than the 257 tokens of the bytes tokenizer."
     if kind == "bpe" and data.tokenizer_vocab_size > shape.vocab_size:
         yield (
             f"{said('data.tokenizer_vocab_size')} is larger than {said('model.vocab_size')}: some tokens would have no"
@@ -195,6 +196,18 @@ def _schedule_notes(config: Config) -> Iterator[str]:
             f"lr_scheduler.total_steps = {total} is shorter than training.steps = {config.training.steps}:"
             f" the last {config.training.steps - total} steps stay at the final rate"
         )
+
+
+def _moe_notes(config: Config, shape: ModelShape) -> Iterator[str]:
+    changed = [k.name for k in all_keys().values() if k.name.startswith("moe.") and _value(config, k.name) != k.default]
+    if shape.moe is None and changed:
+        verb = "has" if len(changed) == 1 else "have"
+        yield f"{', '.join(changed)} {verb} no effect: flavor {config.model.flavor} has no experts"
+
+
+def _value(config: Config, full: str) -> Any:
+    section, name = full.split(".")
+    return getattr(getattr(config, section), name)
 
 
 def _multiples_around(size: int, unit: int) -> list[int]:

@@ -44,7 +44,7 @@ class MoEShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Everything that decides the parameters of a decoder. Field names are those of ``[model]``; ``moe``: of ``[moe]``."""
+    """Everything that decides the parameters of a decoder. Field names: ``[model]``'s; in ``moe``: ``[moe]``'s."""
 
     vocab_size: int
     dim: int

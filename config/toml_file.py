@@ -132,8 +132,7 @@ def check_leaf(full: str, value: Any, where: str, written: str = "{}") -> Any:
     if key is None:
         if torchtitan_keys.is_known(full):
             return value
-        known = [*all_keys(), *torchtitan_keys.names()]
-        raise ConfigError(f"{where}: {name}: {unknown_key(full, known, written)}")
+        raise ConfigError(f"{where}: {name}: {unknown_key(full, all_keys(), written, torchtitan_keys.names())}")
     try:
         return checked(key, value)
     except ValueError as error:

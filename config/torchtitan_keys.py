@@ -208,6 +208,9 @@ def translated(leaves: dict[str, Any], before: dict[str, Any], corpus: str, wher
         ConfigError: the layer sets a key of the schema to something else than its torchtitan twin.
     """
     found: dict[str, tuple[Any, str]] = {}
+    for full in leaves.keys() & TRANSLATED.keys():
+        if not isinstance(leaves[full], str) or not leaves[full]:
+            raise ConfigError(f"{where}: {full} = {shown(leaves[full])}: expected a name, as a string")
     if "model.tokenizer_path" in leaves:
         found["model.hf_assets_path"] = (leaves["model.tokenizer_path"], "model.tokenizer_path")
     if "training.dataset" in leaves or "training.dataset_path" in leaves:

@@ -50,7 +50,8 @@ def test_a_switch_does_not_swallow_the_next_option():
     [
         (["--training.stpes", "5"], "command line: --training.stpes: unknown key - did you mean '--training.steps'?"),
         (["--trainig.steps", "5"], "--trainig.steps: unknown section [trainig] - did you mean '--training.steps'?"),
-        (["--steps", "5"], "--steps: "),
+        (["--steps", "5"], "command line: --steps: unknown key - did you mean '--training.steps'?"),
+        (["--compile", "true"], "--compile: a section, not a key; its keys are enable, components, backend"),
         (["--training.lr", "5"], "did you mean '--optimizer.lr'?"),
         (["--training.steps", "x"], 'command line: --training.steps = "x": expected an integer'),
         (["--training.steps"], "command line: --training.steps: needs a value: an integer"),

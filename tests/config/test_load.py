@@ -2,10 +2,13 @@
 
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 
 import tomli
 
+from config import torchtitan_keys
+from config.errors import ConfigError
 from config.keys import all_keys, checked, companions
 from config.load import flatten, load, load_file, to_toml
 from tests.config.refusal import refusal
@@ -119,17 +122,34 @@ def test_every_companion_has_a_parent_that_can_hold_the_values():
             assert checked(key, value) == value, (child, parent, value)
 
 
-def test_a_typed_key_without_effect_is_noted():
-    assert "--compile.backend has no effect while compile.enable = false" in load(["--compile.backend", "eager"]).notes
-    assert not any("--compile" in n for n in load(["--compile.backend", "eager", "--compile.enable"]).notes)
+def test_a_key_set_on_purpose_without_effect_is_noted():
+    (note,) = load(["--compile.backend", "eager"]).notes
+    assert note == "compile.backend (command line) has no effect while compile.enable = false"
+    assert load(["--compile.backend", "eager", "--compile.enable"]).notes == []
+
+
+def test_an_arm_that_sets_an_inert_key_is_noted(tmp_path):
+    (tmp_path / "a.toml").write_text('[arms.x]\ncompile.backend = "eager"\n')
+    assert "compile.backend (a.toml [arms.x]) has no effect" in load_file(tmp_path / "a.toml", arm="x").notes[0]
+
+
+def test_no_value_of_any_key_ends_in_a_traceback(tmp_path):
+    (tmp_path / "a.toml").write_text("")
+    odd = [0, 1.5, True, "x", "", [], ["a"], {}, {"a": 1}, float("nan"), date(2020, 1, 1), [[1]], [{"a": 1}]]
+    for full in [*all_keys(), *torchtitan_keys.names()]:
+        for value in odd:
+            try:
+                load_file(tmp_path / "a.toml", {full: value})
+            except ConfigError as error:
+                assert full.partition(".")[2] in str(error)
 
 
 def test_loading_imports_no_torch_and_takes_milliseconds(tmp_path):
     path = ablation(tmp_path)
     program = (
-        "import sys, time; start = time.perf_counter(); from config.load import load\n"
+        "import sys, time; start = time.process_time(); from config.load import load\n"
         f"load(['--job.config_file', {str(path)!r}, '--ablation.arm', 'low'])\n"
-        "print(time.perf_counter() - start, [m for m in ('torch', 'numpy', 'tyro', 'datasets') if m in sys.modules])"
+        "print(time.process_time() - start, [m for m in ('torch', 'numpy', 'tyro', 'datasets') if m in sys.modules])"
     )
 
     def run() -> tuple[float, str]:

@@ -2,7 +2,9 @@
 
 import pytest
 
+from config.arithmetic import parameter_counts
 from config.errors import ConfigError
+from config.flavors import resolve_shape
 from config.load import flatten, load, load_file
 from config.render import render, render_diff, render_dry_run
 
@@ -56,6 +58,14 @@ def test_dry_run_says_parameters_flops_tokens_and_memory():
     assert any(r.startswith("tokens per step 262,144 #") for r in rows)
     assert "parameters 3.739 GiB" in rows and "optimizer states 7.479 GiB # AdamW" in rows
     assert "training.seq_len                = 8192        # command line" in text
+
+
+def test_dry_run_of_experts_says_what_a_token_meets():
+    config = load(["--model.name", "moe", "--model.flavor", "debug_moe"])
+    text = render_dry_run(config, 1)
+    counts = parameter_counts(resolve_shape(config.config.model, config.config.moe))
+    assert counts.active < counts.total and f"{counts.active:,}" in text
+    assert "# moe.top_k" in text, "what follows from the flavor is shown"
 
 
 def test_dry_run_names_what_is_missing_here_and_refuses_what_cannot_be():

@@ -56,8 +56,9 @@ def refused(folder, text: str) -> str:
         ('[metrics]\nsave_tb_folder = "../tb"', "expected a folder inside the run directory"),
         (
             '[model]\nflavor = "8b"',
-            'model.flavor = "8b": unknown flavor of llama3 - did you mean "8B"?; known: "debug"',
+            'model.flavor = "8b": no flavor of llama3 - did you mean "8B"?; known: "debug"',
         ),
+        ('[model]\nflavor = "debug_moe"', 'model.flavor = "debug_moe" belongs to model.name = "moe"; set both'),
         ('[model]\nname = "lama3"', 'model.name = "lama3": unknown model family - did you mean "llama3"?'),
     ],
 )
@@ -107,3 +108,8 @@ def test_schedules_that_do_not_fit_are_noted():
     short = load(["--training.steps", "300", "--lr_scheduler.total_steps", "250"]).notes
     assert any("the last 50 steps stay at the final rate" in note for note in short)
     assert load(["--training.steps", "300"]).notes == []
+
+
+def test_experts_of_a_dense_flavor_are_noted():
+    assert load(["--moe.balance", "none"]).notes == ["moe.balance has no effect: flavor debug has no experts"]
+    assert load(["--moe.balance", "none", "--model.name", "moe", "--model.flavor", "debug_moe"]).notes == []
