@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -47,11 +48,12 @@ def main(argv: list[str]) -> int:
             print(f"wrote {TARGET}")
         else:
             raise ConfigError(f"python -m config {' '.join(argv)}: not a command. Commands:\n{USAGE}")
+        sys.stdout.flush()
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader, such as head, has seen enough
-        sys.stderr.close()
+        sys.stdout = open(os.devnull, "w")
     return 0
 
 

@@ -5,6 +5,7 @@ Order, later wins: defaults <- bases (left to right) <- file <- arm <- command l
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -52,7 +53,10 @@ def load(argv: list[str] | None = None) -> Resolved:
     """
     line = command_line.parse(sys.argv[1:] if argv is None else argv)
     if line.wants_help:
-        print(command_line.help_text())
+        try:
+            print(command_line.help_text(), flush=True)
+        except BrokenPipeError:  # the reader, such as head, has seen enough
+            sys.stdout = open(os.devnull, "w")
         raise SystemExit(0)
     resolved = _resolve(read(line.config_file) if line.config_file else None, line.leaves, line.arm)
     if not resolved.config.job.dry_run:

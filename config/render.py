@@ -107,10 +107,10 @@ def render_dry_run(resolved: Resolved, world_size: int) -> str:
         *(_row(name.replace("_", " "), f"{item.value:,}", item.rule) for name, item in numbers.items()),
         "",
         _heading("Memory a rank", "float32; activations and gathered blocks come on top"),
-        _row("parameters", _gib(held.parameters)),
-        _row("gradients", _gib(held.gradients)),
-        _row("optimizer states", _gib(held.optimizer_states), config.optimizer.name),
-        _row("total", _gib(held.total)),
+        _row("parameters", _bytes(held.parameters)),
+        _row("gradients", _bytes(held.gradients)),
+        _row("optimizer states", _bytes(held.optimizer_states), config.optimizer.name),
+        _row("total", _bytes(held.total)),
     ]
     remarks = [*resolved.notes, *(f"not on this machine: {text}" for text in missing_files(config, resolved.origins))]
     if remarks:
@@ -133,5 +133,5 @@ def _scaled(n: int) -> str:
     return f"{n:,} FLOP"
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.3f} GiB"
+def _bytes(size: int) -> str:
+    return f"{size / 2**30:,.3f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
