@@ -184,7 +184,7 @@ def test_an_error_in_the_background_is_raised_in_the_foreground(make_config, mon
         with pytest.raises(OSError, match="disk gone"):
             source.next_step()
     source.close()
-    assert prefetch_threads() == [1022, 1024, 1023, 1022, 1023]
+    assert prefetch_threads() == []
 
 
 def test_the_thread_ends_when_the_loader_is_closed_or_dropped(make_config):
@@ -192,14 +192,14 @@ def test_the_thread_ends_when_the_loader_is_closed_or_dropped(make_config):
     source.next_step()
     assert len(prefetch_threads()) == 1
     source.close()
-    assert prefetch_threads() == [1022, 1024, 1023, 1022, 1023]
+    assert prefetch_threads() == []
     dropped = loader(make_config(data__prefetch_steps=2))
     dropped.next_step()
     del dropped
     deadline = time.monotonic() + 5
     while prefetch_threads() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert prefetch_threads() == [1022, 1024, 1023, 1022, 1023]
+    assert prefetch_threads() == []
 
 
 def test_a_global_batch_that_does_not_divide(make_config):
