@@ -185,7 +185,7 @@ def train(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train, and return the exit code: 0 done, 1 failed, 2 a mistake of the user's, told in one message."""
+    """Train, and return the exit code: 0 done, 1 failed, 2 a mistake of the user's."""
     rank, local_rank, world_size = (
         int(os.environ.get(name, default))
         for name, default in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"))
@@ -202,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         check_world(config, world_size)
         device = pick_device(local_rank)
-        if run_directory_state(resolved) == "done":
+        if run_directory_state(resolved, opener=rank == 0) == "done":
             logger.info("%s is DONE with this configuration: nothing to do", config.job.run_dir)
             return 0
         mesh = Mesh(rank=rank, **mesh_degrees(config, world_size))

@@ -24,11 +24,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 WARM_UP = 5
 WINDOW = 5
+PEER_TEXT = 40_000_000
+"""Characters of text the peer gets: more than it reads, and quickly loaded."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One shape under both trainers. Tokens an optimizer step are equal: ``global_batch_size`` sequences of ``seq_len``."""
+    """One shape under both trainers, with equal tokens an optimizer step."""
 
     name: str
     config: str
@@ -44,7 +46,7 @@ WORKLOADS = {
     for w in [
         Workload(
             "dense_1b",
-            "train_configs/llama3_1b_untied.toml",
+            "benchmarks/configs/dense_1b.toml",
             ("--model.name", "llama3", "--model.flavor", "1B_untied", "--compile.enable",
              "--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op"),
             seq_len=4096,
@@ -126,21 +128,28 @@ def execute(command: list[str], folder: Path, environment: dict[str, str]) -> st
     return done.stdout
 
 
-def peer_assets(folder: Path, config: str) -> Path:
-    """A working folder for torchtitan with the text and the tokenizer that our run of ``config`` reads."""
-    from data.build import export_text_and_tokenizer
-
+def peer_assets(folder: Path, config_file: str) -> Path:
+    """A working folder for torchtitan with the text and the tokenizer that our run of ``config_file`` reads."""
     from config.load import load_file
+    from data.build import build_data
+    from data.sources import open_sources
+    from data.tokenizers import END_OF_TEXT
 
     assets = folder / "tests" / "assets"
     (assets / "c4_test").mkdir(parents=True)
     (assets / "tokenizer").mkdir()
-    export_text_and_tokenizer(
-        load_file(ROOT / config).config,
-        assets / "c4_test" / "data.json",
-        assets / "tokenizer",
-        maximum_bytes=60_000_000,
-    )
+    config = load_file(ROOT / config_file).config
+    written = 0
+    with open(assets / "c4_test" / "data.json", "w", encoding="utf-8") as file:
+        for source in open_sources(config.data):
+            for document in source.corpus.documents():
+                written += file.write(json.dumps({"text": document.text}) + "\n")
+                if written > PEER_TEXT:
+                    break
+    tokenizer = build_data(config, dp_rank=0, dp_degree=1).tokenizer
+    tokenizer.save(assets / "tokenizer" / "tokenizer.json")  # type: ignore[attr-defined]
+    special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+    (assets / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(special))
     return folder
 
 
@@ -171,9 +180,8 @@ def main() -> int:
                     run = run_ours(w, arguments.ngpu, arguments.steps, work, arguments.extra)
                 else:
                     run = run_torchtitan(w, arguments.ngpu, arguments.steps, work, arguments.peer_path, assets)
-                print(
-                    f"{side}: {median(run):,.0f} tokens/s/GPU, {run['tflops']:.0f} TFLOP/s, {run['reserved_gib']:.1f} GiB"
-                )
+                speed = f"{median(run):,.0f} tokens/s/GPU, {run['tflops']:.0f} TFLOP/s"
+                print(f"{side}: {speed}, {run['reserved_gib']:.1f} GiB", flush=True)
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 run = {"error": str(error)}
                 print(f"{side}: failed\n{error}")

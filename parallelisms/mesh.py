@@ -18,7 +18,9 @@ class Mesh:
     dp_shard: int
     rank: int
     device_mesh: DeviceMesh | None = None
-    """Axes "dp_replicate" and "dp_shard", and both flattened as "dp". None for a single process."""
+    """Axes "dp_replicate" and "dp_shard". None for a single process."""
+    dp_mesh: DeviceMesh | None = None
+    """One axis over every rank that reads different samples, for reductions."""
 
     @property
     def dp_degree(self) -> int:
@@ -45,16 +47,11 @@ class Mesh:
         """Whether whole copies exist, of the model (DDP) or of shard groups (HSDP)."""
         return self.dp_replicate > 1
 
-    @property
-    def dp_mesh(self) -> DeviceMesh | None:
-        """One axis over every rank that reads different samples, for reductions; None for a single process."""
-        return None if self.device_mesh is None else self.device_mesh["dp"]
-
     def connect(self, device_type: str) -> None:
         """Make the DeviceMesh. Every rank calls it, once the process group is up."""
         axes = ("dp_replicate", "dp_shard")
         self.device_mesh = init_device_mesh(device_type, (self.dp_replicate, self.dp_shard), mesh_dim_names=axes)
-        self.device_mesh[axes]._flatten("dp")
+        self.dp_mesh = self.device_mesh[axes]._flatten("dp")
 
     def sum_over_data(self, x: torch.Tensor) -> torch.Tensor:
         """Elementwise sum of ``x`` over the ranks that hold different tokens; ``x`` itself is kept."""

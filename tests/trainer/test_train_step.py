@@ -1,0 +1,103 @@
+import contextlib
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from trainer.train_step import TrainStep
+from trainer.validation import validate
+
+
+class Toy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 6)
+        self.head = nn.Linear(6, 11)
+
+    def forward(self, tokens, positions=None, document_ids=None):
+        return self.head(self.embedding(tokens))
+
+
+def loss(logits, labels):
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def micro(rows: int, ignored: int = 0) -> SimpleNamespace:
+    tokens = torch.randint(0, 11, (rows, 5))
+    labels = tokens.roll(-1, 1)
+    labels.flatten()[:ignored] = -100
+    return SimpleNamespace(
+        tokens=tokens, labels=labels, positions=None, document_ids=None, document_names=[], text_bytes=7
+    )
+
+
+def step_of(model, accept=lambda batch, result: True, max_norm=0.0) -> TrainStep:
+    return TrainStep(
+        model=model,
+        loss=loss,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        device=torch.device("cpu"),
+        precision=contextlib.nullcontext,
+        set_gradient_sync=lambda model, enabled: None,
+        max_norm=max_norm,
+        accept=accept,
+    )
+
+
+def batch_of(micro_batches) -> SimpleNamespace:
+    valid = sum(int((m.labels != -100).sum()) for m in micro_batches)
+    return SimpleNamespace(step=1, micro_batches=micro_batches, global_valid_tokens=valid)
+
+
+def merged(micro_batches) -> SimpleNamespace:
+    joined = {name: torch.cat([getattr(m, name) for m in micro_batches]) for name in ("tokens", "labels")}
+    return SimpleNamespace(**joined, positions=None, document_ids=None, document_names=[], text_bytes=7)
+
+
+def test_accumulation_over_unequal_micro_batches_is_one_large_batch():
+    parts = [micro(2), micro(2, ignored=7), micro(2, ignored=2)]
+    a, b = Toy(), Toy()
+    losses = step_of(a)(batch_of(parts)), step_of(b)(batch_of([merged(parts)]))
+    torch.testing.assert_close(losses[0].loss_sum, losses[1].loss_sum)
+    torch.testing.assert_close(losses[0].grad_norm, losses[1].grad_norm)
+    for x, y in zip(a.parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_gradients_are_reduced_with_the_last_micro_batch_alone():
+    calls = []
+    step = step_of(Toy())
+    step.set_gradient_sync = lambda model, enabled: calls.append(enabled)
+    step(batch_of([micro(1), micro(1), micro(1)]))
+    assert calls == [False, False, True]
+
+
+def test_the_norm_is_that_before_clipping_and_the_update_is_clipped():
+    model, reference = Toy(), Toy()
+    batch = batch_of([micro(3)])
+    unclipped = step_of(reference)(batch)
+    clipped = step_of(model, max_norm=0.01)(batch)
+    torch.testing.assert_close(clipped.grad_norm, unclipped.grad_norm)
+    moved = torch.cat([(x - y).flatten() for x, y in zip(model.parameters(), Toy().parameters(), strict=True)])
+    torch.testing.assert_close(moved.norm(), torch.tensor(0.5 * 0.01), rtol=1e-3, atol=0)
+
+
+def test_a_refused_step_leaves_the_weights():
+    model = Toy()
+    step_of(model, accept=lambda batch, result: False)(batch_of([micro(2)]))
+    for x, y in zip(model.parameters(), Toy().parameters(), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_validation_is_the_token_mean_whatever_the_batches():
+    model, parts = Toy(), [micro(2), micro(1, ignored=5), micro(3, ignored=4)]
+    forward = step_of(model).forward
+    model.train()
+    one = validate(model, [merged(parts)], forward=forward, sum_over_ranks=lambda x: x)
+    many = validate(model, parts, forward=forward, sum_over_ranks=lambda x: x)
+    assert abs(one["validation_metrics/loss"] - many["validation_metrics/loss"]) < 1e-6
+    bits = many["validation_metrics/loss"] * batch_of(parts).global_valid_tokens / 0.6931471805599453 / 21
+    assert abs(many["validation_metrics/bits_per_byte"] - bits) < 1e-6
+    assert model.training
+    assert all(p.grad is None for p in model.parameters())
