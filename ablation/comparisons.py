@@ -227,7 +227,7 @@ def equal_time(sides: Sides) -> dict[str, Any] | None:
             continue
         limit = min(times[0], times[1])
         values = [value_at_seconds(run, sides.metric, limit) for run in (base, candidate)]
-        if values[0] is not None and values[1] is not None:
+        if values[0] is not None and values[1] is not None and math.isfinite(values[1] - values[0]):
             differences[candidate.seed] = values[1] - values[0]
     if not differences:
         return None
@@ -250,7 +250,7 @@ def cost_to_baseline_loss(sides: Sides) -> dict[str, Any] | None:
     own, needed, logs = {}, {}, {}
     for base, candidate in sides.pairs:
         target, ended = value_at_tokens(base, sides.metric, sides.tokens), _seconds_at_decision(base, sides.tokens)
-        if target is None or not ended:
+        if target is None or not math.isfinite(target) or not ended:
             continue
         own[base.seed] = ended * base.world_size / 3600.0
         reached = seconds_to_reach(candidate, sides.metric, target)

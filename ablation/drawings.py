@@ -1,7 +1,7 @@
 """What each figure of a report shows, drawn from report.json's dictionary alone.
 
-An arm has one colour everywhere: the baseline grey, the others from a palette that colour-blind readers can tell apart.
-References are dashed.
+An arm has one colour everywhere: the baseline grey, the others from a palette that colour-blind readers can tell
+apart. References are dashed.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def curves(run: Run, metric: str) -> dict[str, Any]:
     for line in run.lines:
         last = int(line["step"])
         steps = range(last - len(line.get("step_times_s") or []) + 1, last + 1)
-        times = [run.step_times[step] for step in steps if step not in run.excluded_steps]
+        times = [run.step_times[step] for step in steps if run.counts(step)]
         if times:
             rate = run.tokens_per_step / quantile(times, 0.5) / run.world_size
             rates.append((float(last * run.tokens_per_step), seconds[last], rate))

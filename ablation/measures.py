@@ -51,7 +51,7 @@ def training_seconds(run: Run) -> dict[int, float]:
     usual = quantile(run.steady_times, 0.5)
     total, seconds = 0.0, {0: 0.0}
     for step, time in sorted(run.step_times.items()):
-        total += usual if step in run.excluded_steps else time
+        total += time if run.counts(step) else usual
         seconds[step] = total
     return seconds
 

@@ -124,7 +124,7 @@ def build_result(runs: Sequence[Run], older: Sequence[Run] = (), rule: Rule | No
         candidates = {n: t for n, t in tuned.items() if t is not None and n != arms.baseline}
         paired = _paired_seeds(arms.question, [t.runs for t in candidates.values()], base.runs)
         bands[baseline_label] = noise_bands(base.runs, paired, metric, tokens)
-        first = [run for run in base.runs if run.repeat == 0 and run.seed in paired] or base.runs
+        first = _side(base.runs, paired)
         chosen[baseline_label] = first
         tunes.update({_label(arms, n, count): t.points for n, t in tuned.items() if t is not None and t.points})
         for name, arm in candidates.items():
@@ -157,6 +157,12 @@ def _paired_seeds(question: dict[str, Any], candidates: list[list[Run]], baselin
     return list(dict.fromkeys([*asked, *tried])) or [run.seed for run in baseline]
 
 
+def _side(baseline: list[Run], seeds: list[str]) -> list[Run]:
+    """The baseline's runs that candidates meet: those of their seeds, else all; repeats are for the noise only."""
+    originals = [run for run in baseline if run.repeat == 0] or baseline
+    return [run for run in originals if run.seed in seeds] or originals
+
+
 def _bridged(
     past: _Arms, arms: _Arms, count: int, metric: str, tokens: float, chosen: dict[str, list[Run]]
 ) -> list[Comparison]:
@@ -170,7 +176,7 @@ def _bridged(
             continue
         mine = [run for run in arm.runs if run.repeat == 0]
         seeds = _paired_seeds(past.question, [mine], base.runs)
-        first = [run for run in base.runs if run.repeat == 0 and run.seed in seeds] or base.runs
+        first = _side(base.runs, seeds)
         role = "reference" if name in (past.question.get("references") or []) else "candidate"
         label = f"{_label(arms, name, count)} (older)"
         chosen |= {base_label: first, label: mine}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import tomllib
@@ -114,7 +115,13 @@ class Run:
     @cached_property
     def steady_times(self) -> list[float]:
         """Seconds of the steps that count for throughput."""
-        return [s for step, s in sorted(self.step_times.items()) if step not in self.excluded_steps]
+        return [seconds for step, seconds in sorted(self.step_times.items()) if self.counts(step)]
+
+    def counts(self, step: int) -> bool:
+        """Whether a timed step is not excluded, and its time is one (health.py complains about those that are
+        not).
+        """
+        return step not in self.excluded_steps and 0.0 < self.step_times[step] < math.inf
 
 
 def flatten(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -13,60 +13,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from ablation.student_t import power_of, t_cdf, t_quantile
+
 CONFIDENCE = 0.95
-POWER = 0.8
+POWER = 0.9  # of the recommended number of seeds; the sd it rests on is itself a guess from few
 MOST_SEEDS = 100  # beyond this a recommendation is no plan: the difference is as large as the band
 P_VALUE_SEEDS = 6  # the smallest two-sided sign-flip p at n = 5 is 0.0625: nothing to claim
 INDICATIVE_SEEDS = 3
-
-
-def incomplete_beta(a: float, b: float, x: float) -> float:
-    """Regularised incomplete beta function I_x(a, b), by Lentz's continued fraction (Abramowitz and Stegun
-    26.5.8).
-    """
-    if x <= 0.0 or x >= 1.0:
-        return 0.0 if x <= 0.0 else 1.0
-    if x > (a + 1.0) / (a + b + 2.0):  # the fraction converges quickly on the other side only
-        return 1.0 - incomplete_beta(b, a, 1.0 - x)
-    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x))
-    tiny = 1e-300
-    c, d = 1.0, 1.0 / max(1.0 - (a + b) * x / (a + 1.0), tiny)
-    fraction = d
-    for m in range(1, 500):
-        for numerator in (
-            m * (b - m) * x / ((a + 2 * m - 1.0) * (a + 2 * m)),
-            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1.0)),
-        ):
-            d = 1.0 + numerator * d
-            d = 1.0 / (d if abs(d) > tiny else tiny)
-            c = 1.0 + numerator / c
-            c = c if abs(c) > tiny else tiny
-            fraction *= c * d
-        if abs(c * d - 1.0) < 1e-15:
-            break
-    return front * fraction / a
-
-
-def t_cdf(t: float, df: float) -> float:
-    """P(T <= t) of Student's t with ``df`` degrees of freedom (not necessarily whole, for Welch)."""
-    tail = 0.5 * incomplete_beta(df / 2.0, 0.5, df / (df + t * t))
-    return tail if t < 0 else 1.0 - tail
-
-
-@lru_cache(maxsize=4096)
-def t_quantile(p: float, df: float) -> float:
-    """The t with ``t_cdf(t, df) = p``, by bisection. ``0 < p < 1``."""
-    if p < 0.5:
-        return -t_quantile(1.0 - p, df)
-    low, high = 0.0, 2.0
-    while t_cdf(high, df) < p:
-        low, high = high, high * 2.0
-    for _ in range(200):
-        middle = (low + high) / 2.0
-        if middle in (low, high):
-            break
-        low, high = (middle, high) if t_cdf(middle, df) < p else (low, middle)
-    return (low + high) / 2.0
 
 
 def mean(values: Sequence[float]) -> float:
@@ -218,17 +171,17 @@ def pooled_spread(groups: Sequence[Sequence[float]]) -> float | None:
 
 @lru_cache(maxsize=4096)
 def seeds_for(sd: float, gap: float, confidence: float = CONFIDENCE, power: float = POWER) -> int | None:
-    """Seeds n so that an interval of differences with this sd keeps ``gap`` away from its mean with the given power.
+    """Smallest n >= 2 whose interval of differences with this sd stays ``gap`` away from their mean with this power.
 
-    Smallest n >= 2 with (t_{1 - alpha/2} + t_{power}) sd / sqrt(n) <= gap; None if that takes more than MOST_SEEDS.
+    None if that takes more than MOST_SEEDS, or ``gap`` is not positive.
     """
-    if gap <= 0.0:
+    if gap <= 0.0 or (sd > 0.0 and power_of(gap / sd, MOST_SEEDS, confidence) < power):
         return None
-    for n in range(2, MOST_SEEDS + 1):
-        width = t_quantile(0.5 + confidence / 2.0, n - 1.0) + t_quantile(power, n - 1.0)
-        if width * sd / math.sqrt(n) <= gap:
-            return n
-    return None
+    low, high = 2, MOST_SEEDS  # more seeds never have less power
+    while sd > 0.0 and low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if power_of(gap / sd, middle, confidence) >= power else (middle + 1, high)
+    return low
 
 
 Word = Literal["better", "worse", "equivalent", "inconclusive", "INVALID"]

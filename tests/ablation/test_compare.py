@@ -1,0 +1,239 @@
+"""The comparison as a whole: verdicts from run directories with planted effects, tiers, grids, references, the
+console.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ablation.compare import main
+from ablation.result import Rule, build_result
+from ablation.runs import find_runs
+from config.errors import ConfigError
+from tests.ablation.synthetic import QUESTION, Arm, Noise, three_arms, write_ablation, write_run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def result_of(folder: Path, **options: Any) -> dict[str, Any]:
+    result = build_result(find_runs([folder]), **options)
+    json.dumps(result, allow_nan=False)
+    return result
+
+
+def by_arm(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {c["arm"]: c for c in result["comparisons"]}
+
+
+def items(comparison: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    return {item["name"]: (item["status"], item["reason"]) for item in comparison["validity"]}
+
+
+def test_planted_effects_come_out(tmp_path):
+    arms = by_arm(result_of(write_ablation(tmp_path, three_arms(), noise=Noise(speed=0.001))))
+    better, same = arms["wd_0.01"], arms["wd_0.2"]
+    assert better["loss"]["word"] == "better" and better["loss"]["value"] == pytest.approx(-0.03, abs=0.004)
+    assert better["speed"]["word"] == "worse" and better["speed"]["value"] == pytest.approx(0.97, abs=0.005)
+    assert better["loss"]["phrase"] == "better, indicative" and better["loss"]["p_value"] is None
+    assert same["loss"]["word"] == "equivalent" and same["loss"]["phrase"] == "equivalent within 0.005, indicative"
+    memory = next(row for row in better["metrics"] if row["name"] == "peak active memory")
+    assert memory["kind"] == "difference" and memory["value"] == pytest.approx(0.4)
+    assert better["variable"] == {"optimizer.weight_decay": [0.1, 0.01]}
+    assert better["equal_time"]["value"] > better["loss"]["value"]  # the slower arm has seen fewer tokens by then
+    assert better["cost"]["reached"] == 3 and better["cost"]["value"] < 1
+
+
+def test_differences_and_intervals_are_those_of_the_runs(tmp_path):
+    """By hand from metrics.jsonl, without the code under test."""
+    folder = write_ablation(tmp_path, three_arms())
+    comparison = by_arm(result_of(folder))["wd_0.01"]
+    losses, rates = {}, {}
+    for arm in ("wd_0.1", "wd_0.01"):
+        for seed in (1, 2, 3):
+            lines = [
+                json.loads(x) for x in (folder / arm / f"seed{seed}-1gpu" / "metrics.jsonl").read_text().splitlines()
+            ]
+            losses[arm, seed] = lines[-1]["validation_metrics/loss"]
+            times = [t for line in lines for t in line.get("step_times_s", [])]
+            steady = sorted(t for step, t in enumerate(times, 1) if step > 3 and step % 10)
+            rates[arm, seed] = 2048 / steady[len(steady) // 2]
+    differences = [losses["wd_0.01", s] - losses["wd_0.1", s] for s in (1, 2, 3)]
+    mean = sum(differences) / 3
+    half = 4.30265 / 3**0.5 * (sum((d - mean) ** 2 for d in differences) / 2) ** 0.5
+    assert comparison["loss"]["value"] == pytest.approx(mean)
+    assert comparison["loss"]["interval_95"] == pytest.approx([mean - half, mean + half], rel=1e-5)
+    ratio = 1.0
+    for seed in (1, 2, 3):
+        ratio *= (rates["wd_0.01", seed] / rates["wd_0.1", seed]) ** (1 / 3)
+    assert comparison["speed"]["value"] == pytest.approx(ratio)
+
+
+def test_bands_come_from_the_a_a_runs(tmp_path):
+    result = result_of(write_ablation(tmp_path, three_arms()))
+    loss, speed = result["aa"]["wd_0.1"]["loss"], result["aa"]["wd_0.1"]["speed"]
+    assert loss["runs"] == 6 and loss["band"] == 2 * loss["spread"] and loss["against_itself"]["n"] == 3
+    assert speed["runs"] == 6 and speed["repeat_loss_difference"] == 0.0
+    assert result["decision"]["band"] == 0.005 and result["decision"]["band_source"] == "equivalent_within"
+    undeclared = {"decide": {"metric": "validation_metrics/loss", "step": 60}}
+    result = result_of(write_ablation(tmp_path / "undeclared", three_arms(), question=undeclared))
+    assert result["decision"]["band"] == result["aa"]["wd_0.1"]["loss"]["band"]
+    result = result_of(write_ablation(tmp_path / "none", three_arms(), question=undeclared | {"aa": False}))
+    assert result["decision"]["band"] == 0.0 and result["decision"]["speed_band"] == 0.0
+    assert all(c["loss"]["word"] != "equivalent" for c in result["comparisons"])
+
+
+def test_one_seed_is_marked_everywhere_and_decides_nothing(tmp_path):
+    result = result_of(write_ablation(tmp_path, three_arms(), question={"seeds": [1], "n1_ok": True}))
+    for comparison in result["comparisons"]:
+        for part in ("loss", "speed"):
+            assert comparison[part]["word"] == "inconclusive" and comparison[part]["interval"] is None
+            assert comparison[part]["phrase"].endswith("n = 1") and comparison[part]["needs"] >= 2
+
+
+def test_six_seeds_have_holm_adjusted_p_values_and_are_not_indicative(tmp_path):
+    result = result_of(write_ablation(tmp_path, three_arms(), question={"seeds": [1, 2, 3, 4, 5, 6]}))
+    arms = by_arm(result)
+    assert arms["wd_0.01"]["loss"]["p_value"] == 2 * 2 / 64  # exact, times two arms
+    assert arms["wd_0.01"]["loss"]["phrase"] == "better"
+    assert arms["wd_0.01"]["loss"]["confidence"] == pytest.approx(0.975)
+
+
+def test_references_are_drawn_and_never_ranked(tmp_path):
+    result = result_of(write_ablation(tmp_path, three_arms(), question={"references": ["wd_0.01"]}))
+    reference = by_arm(result)["wd_0.01"]
+    assert reference["role"] == "reference" and reference["loss"]["word"] == "reference"
+    assert reference["loss"]["value"] is not None and reference["loss"]["interval"] is not None
+    assert result["decision"]["family"] == 1 and result["comparisons"][-1]["arm"] == "wd_0.01"
+
+
+def test_a_violated_expectation(tmp_path):
+    arms = by_arm(result_of(write_ablation(tmp_path, three_arms(), question={"expected": "loss-neutral"})))
+    assert arms["wd_0.01"]["expectation"] == "violated" and arms["wd_0.2"]["expectation"] == "held"
+
+
+def test_only_a_a(tmp_path):
+    result = result_of(write_ablation(tmp_path, {"wd_0.1": Arm()}, question={"variable": ""}))
+    assert result["comparisons"] == [] and result["aa"]["wd_0.1"]["loss"]["against_itself"]["n"] == 3
+
+
+def test_device_counts_are_compared_apart(tmp_path):
+    folder = write_ablation(tmp_path, three_arms(), gpus=1)
+    write_ablation(tmp_path, three_arms(), gpus=2)
+    labels = [(c["arm"], c["baseline"], c["devices"]) for c in result_of(folder)["comparisons"]]
+    assert ("wd_0.01 on 1", "wd_0.1 on 1", 1) in labels and ("wd_0.01 on 2", "wd_0.1 on 2", 2) in labels
+    assert len(labels) == 4
+
+
+def test_tuned_arms_meet_at_their_best_points(tmp_path):
+    grid = {"optimizer.lr": [1e-4, 3e-4, 1e-3]}
+    question = QUESTION | {"tune": grid, "aa": False, "seeds": [1, 2]}
+    # Loss by arm and rate: the baseline is best in the middle, the candidate at the upper edge.
+    losses = {"wd_0.1": [0.05, 0.0, 0.04], "wd_0.01": [0.05, 0.03, -0.02]}
+    order = 0
+    for seed in (1, 2):
+        for arm, values in losses.items():
+            for rate, loss in zip(grid["optimizer.lr"], values, strict=True):
+                write_run(
+                    tmp_path / "q" / arm / f"lr-{rate:g}" / f"seed{seed}-1gpu", name="q", arm=arm, seed=seed,
+                    truth=Arm(three_arms()[arm].config, loss=loss), question=question, order=order,
+                    tune={"optimizer.lr": rate},
+                )  # fmt: skip
+                order += 1
+    result = result_of(tmp_path / "q")
+    comparison = by_arm(result)["wd_0.01"]
+    assert comparison["loss"]["value"] == pytest.approx(-0.02, abs=0.006)
+    edge = [item for item in comparison["validity"] if item["name"] == "tuned optimum inside the grid"]
+    assert [item["status"] for item in edge] == ["ok", "warning"] and "0.001 is the largest tried" in edge[1]["reason"]
+    assert [p["best"] for p in result["tune"]["wd_0.1"]] == [False, True, False]
+    assert items(comparison)["one variable changed"][0] == "ok"
+    (tmp_path / "q" / "wd_0.01" / "lr-0.0001" / "seed2-1gpu" / "run.json").unlink()
+    broken = by_arm(result_of(tmp_path / "q"))["wd_0.01"]
+    assert broken["loss"]["word"] == "INVALID" and "grid points have 1, 2 seeds" in " ".join(broken["loss"]["invalid"])
+
+
+def test_an_older_directory_is_bridged_over_the_baseline_and_its_drift_shown(tmp_path):
+    arms = three_arms()
+    older = write_ablation(
+        tmp_path / "old", {"wd_0.1": arms["wd_0.1"], "wd_0.01": arms["wd_0.01"]}, environment={"torch": "2.11.0"}
+    )
+    drifted = {
+        "wd_0.1": Arm(arms["wd_0.1"].config, loss=0.02, speed=1.1),
+        "wd_0.2": Arm(arms["wd_0.2"].config, loss=0.02),
+    }
+    newer = write_ablation(tmp_path / "new", drifted, first_minute=10_000)
+    result = build_result(find_runs([newer]), find_runs([older]))
+    tiers = {c["arm"]: (c["tier"], c["baseline"]) for c in result["comparisons"]}
+    assert tiers == {"wd_0.2": ("paired", "wd_0.1"), "wd_0.01 (older)": ("bridged", "wd_0.1 (older)")}
+    assert by_arm(result)["wd_0.01 (older)"]["loss"]["value"] == pytest.approx(-0.03, abs=0.004)
+    drift = result["drift"]["wd_0.1"]
+    assert drift["loss"]["value"] == pytest.approx(0.02, abs=0.001)
+    assert drift["speed"]["value"] == pytest.approx(1.1, abs=0.02)
+
+
+def test_without_a_baseline_of_its_own_the_comparison_is_unpaired(tmp_path):
+    arms = three_arms()
+    older = write_ablation(tmp_path / "old", {"wd_0.1": arms["wd_0.1"]})
+    newer = write_ablation(tmp_path / "new", {"wd_0.01": arms["wd_0.01"]}, question={"aa": False})
+    result = build_result(find_runs([newer]), find_runs([older]))
+    assert [c["tier"] for c in result["comparisons"]] == ["unpaired"]
+    assert not result["comparisons"][0]["loss"]["paired"]
+    with pytest.raises(ConfigError, match="no run of the baseline 'wd_0.1'"):
+        build_result(find_runs([newer]))
+
+
+def test_plain_runs(tmp_path):
+    for seed in (1, 2, 3):
+        write_run(tmp_path / f"base-{seed}", seed=seed, order=10 * seed)
+        write_run(
+            tmp_path / f"fast-{seed}", seed=seed, order=10 * seed + 1, truth=Arm({"optimizer.lr": 1e-3}, loss=-0.04)
+        )
+    result = result_of(tmp_path, rule=Rule("validation_metrics/loss", 50, 0.01))
+    assert result["decision"]["step"] == 50 and result["decision"]["band"] == 0.01
+    comparison = result["comparisons"][0]
+    assert comparison["baseline"] == "base-1" and comparison["loss"]["word"] == "better"
+    assert comparison["variable"] == {"optimizer.lr": [8e-4, 1e-3]}
+
+
+def test_runs_of_two_ablations_are_refused(tmp_path):
+    one = write_ablation(tmp_path, three_arms(), name="one")
+    two = write_ablation(tmp_path, three_arms(), name="two")
+    with pytest.raises(ConfigError, match=r"several ablations \(one, two\)"):
+        build_result(find_runs([one, two]))
+
+
+def test_the_console_and_exit_codes(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("ablation.report.draw_all", lambda result: {})
+    folder = write_ablation(tmp_path, three_arms())
+    assert main([str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "wd_0.01  better, indicative" in out
+        and "report.html" in out
+        and "Decided on validation_metrics/loss at step 60" in out
+    )
+    assert all(len(line) < 260 for line in out.splitlines())
+    assert main([str(tmp_path / "nowhere")]) == 2
+    assert "no such directory" in capsys.readouterr().err
+    assert main([str(folder), "--metric", "grad_norm"]) == 2
+    assert "decided in weight_decay.toml, [ablation.decide]" in capsys.readouterr().err
+
+
+def test_comparing_loads_no_torch(tmp_path):
+    folder = write_ablation(tmp_path, {"wd_0.1": Arm()}, question={"variable": ""})
+    code = (
+        "import sys; from pathlib import Path; from ablation.compare import main; from ablation.runs import find_runs; "
+        "from ablation.result import build_result; build_result(find_runs([Path(sys.argv[1])])); "
+        "print(sorted({'torch', 'numpy', 'matplotlib', 'tensorboard'} & set(sys.modules)))"
+    )
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,221 @@
+"""The report's files: numbers equal report.json, nothing outside is needed, only its own files are replaced."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ablation.compare import compare_directories
+from ablation.document import digits, lookup
+from ablation.report import write_report
+from tests.ablation.synthetic import Arm, three_arms, write_ablation
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("report")
+    failed = root / "weight_decay" / "wd_0.2" / "seed2-1gpu"
+    write_ablation(root, three_arms(), question={"expected": "loss-neutral"})
+    (failed / "DONE").rename(failed / "FAILED")
+    (failed / "FAILED").write_text(json.dumps({"steps": 60, "reason": "lost a rank"}))
+    result, place = compare_directories([root / "weight_decay"])
+    assert write_report(result, place) == []
+    return place
+
+
+class Page(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.numbers: list[tuple[str, str, str]] = []
+        self.links: list[str] = []
+        self.words: list[str] = []
+        self._open: tuple[str, str] | None = None
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        if tag == "data":
+            self._open = (given["value"], given["data-kind"])
+        for name in ("src", "href", "xlink:href", "srcset", "action", "poster"):
+            if name in given:
+                self.links.append(given[name])
+        if tag in ("script", "link", "iframe", "object", "embed", "base"):
+            self.links.append(f"<{tag}>")
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+        if self._open:
+            self.numbers.append((*self._open, data))
+            self._open = None
+
+
+@pytest.fixture(scope="module")
+def page(folder: Path) -> Page:
+    return Page((folder / "report.html").read_text())
+
+
+@pytest.fixture(scope="module")
+def result(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "report.json").read_text())
+
+
+def test_every_number_of_the_page_is_that_of_report_json(page, result):
+    assert len(page.numbers) > 150
+    for path, kind, text in page.numbers:
+        value = lookup(result, path)
+        value = {"plain": value, "change": 100 * (value - 1), "percent": 100 * value}[kind]
+        shown = text.replace("−", "-").replace(",", "")
+        decimals = len(shown.partition(".")[2].partition("e")[0])
+        tolerance = 0.5 * 10.0**-decimals * (1 + 1e-9) if "e" not in shown else 0.01 * abs(value)
+        assert abs(float(shown) - value) <= tolerance, (path, kind, text, value)
+
+
+def test_the_first_screen_comes_first(page, result):
+    text = "".join(page.words)
+    first = text[text.index("Which weight decay") : text.index("Question and change")]
+    for part in (
+        "wd_0.01",
+        "INVALID",
+        "loss difference",
+        "tokens/s/device",
+        "peak memory",
+        "GiB",
+        "device-hours",
+        "validity",
+    ):
+        assert part in first
+    assert "Violated expectation: loss-neutral was expected" in first
+    assert result["comparisons"][1]["loss"]["word"] == "INVALID" and "lost a rank" in first
+
+
+def test_the_page_needs_nothing_from_outside(page, folder):
+    text = (folder / "report.html").read_text()
+    assert [link for link in page.links if not link.startswith("#")] == []
+    assert "@import" not in text and not re.search(r"url\((?!#)", text)
+    assert 'name="viewport"' in text and "prefers-color-scheme: dark" in text and text.count("<svg") >= 6
+
+
+def test_markdown_says_the_same_and_shows_the_pictures(folder, result):
+    text = (folder / "report.md").read_text()
+    for line in result["lines"]:
+        assert line in text
+    names = re.findall(r"\]\((\w+\.png)\)", text)
+    assert len(names) >= 6 and all((folder / name).read_bytes().startswith(b"\x89PNG") for name in names)
+    for heading in (
+        "Question and change",
+        "Validity",
+        "Paired tables",
+        "Curves",
+        "Environment",
+        "Reproduce",
+        "Every run",
+    ):
+        assert f"## {heading}" in text
+    assert text.index("## Reproduction checklist") > text.index("## Curves")
+
+
+def test_all_runs_are_listed_failed_ones_too(page, result):
+    text = "".join(page.words)
+    assert len(result["runs"]) == 15 and "FAILED: lost a rank" in text and "1 did not finish" in text
+    assert "1-3, 10, 20, 30, 40, 50, 60" in text
+
+
+def test_the_checklist_marks_what_is_missing(tmp_path):
+    moe = {"parameters": {"total": 6_840_000_000, "active": 1_210_000_000}}
+    folder = write_ablation(tmp_path, three_arms(), gpus=2, record=moe, question={"aa": False})
+    result, _ = compare_directories([folder])
+    states = {row["item"]: row["state"] for row in result["checklist"]}
+    assert states == {
+        "hardware": "filled", "topology": "missing", "communication baseline": "missing", "dense baseline": "missing",
+        "total and active parameters": "filled", "memory": "filled", "expert and device load": "missing",
+        "router precision and score function": "missing", "loss beside throughput": "filled",
+        "seeds and window": "filled",
+    }  # fmt: skip
+    parameters = next(row for row in result["checklist"] if row["item"] == "total and active parameters")
+    assert "6.84 B / 1.21 B" in parameters["text"]
+
+
+def test_expert_load_is_drawn_when_it_was_logged(tmp_path):
+    def load(line: dict[str, Any]) -> None:
+        line |= {"moe/load/layer_00": [10, 30, 20, 20], "moe/load/layer_01": [80, 0, 0, 0]}
+
+    folder = write_ablation(tmp_path, three_arms(), question={"aa": False}, change_line=load)
+    result, place = compare_directories([folder])
+    assert result["arms"]["wd_0.1"]["expert_load"] == [[0.5, 1.5, 1.0, 1.0], [4.0, 0.0, 0.0, 0.0]]
+    write_report(result, place)
+    assert (place / "expert_load.png").exists() and "Expert load" in (place / "report.md").read_text()
+
+
+def test_making_it_again_replaces_only_its_own_files(tmp_path):
+    folder = write_ablation(tmp_path, three_arms(), question={"aa": False})
+    result, place = compare_directories([folder])
+    write_report(result, place)
+    (place / "notes.txt").write_text("mine")
+    (place / "tb" / "mine").write_text("mine too")
+    stale = place / "variable.png"
+    assert stale.exists()
+    for arm in ("wd_0.2",):
+        for path in (folder / arm).glob("*/run.json"):
+            path.unlink()
+    outside = tmp_path / "outside.txt"
+    outside.write_text("not yours")
+    old = json.loads((place / "report.json").read_text())
+    (place / "report.json").write_text(json.dumps(old | {"files": [*old["files"], "../../outside.txt"]}))
+    result, place = compare_directories([folder])
+    write_report(result, place)
+    assert (place / "notes.txt").read_text() == "mine" and (place / "tb" / "mine").exists()
+    assert outside.exists() and not stale.exists()  # two arms make no curve over the variable
+    files = json.loads((place / "report.json").read_text())["files"]
+    assert {str(p.relative_to(place)) for p in place.rglob("*") if p.is_file()} == {*files, "notes.txt", "tb/mine"}
+
+
+def test_without_matplotlib_the_report_says_so(tmp_path, monkeypatch):
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.split(".")[0] == "matplotlib":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    folder = write_ablation(tmp_path, three_arms(), question={"aa": False})
+    result, place = compare_directories([folder])
+    monkeypatch.setattr(builtins, "__import__", without)
+    notes = write_report(result, place)
+    assert notes == ["No figures: matplotlib is not installed (pip install matplotlib, the report extra)."]
+    assert not list(place.glob("*.png")) and "No figures: matplotlib" in (place / "report.html").read_text()
+
+
+def test_tensorboard_shows_verdict_and_diff(folder, result):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(folder / "tb"), size_guidance={"tensors": 0})
+    events.Reload()
+    texts = {tag: events.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
+    assert result["lines"][0] in texts["report/verdict"]
+    assert "optimizer.weight_decay" in texts["report/config_diff"]
+
+
+def test_names_are_escaped(tmp_path, monkeypatch):
+    monkeypatch.setattr("ablation.report.draw_all", lambda result: {})
+    arms = {"wd_0.1": Arm(), "x": Arm({"optimizer.weight_decay": 0.01})}
+    folder = write_ablation(tmp_path, arms, question={"question": "<script>alert(1)</script> a|b", "aa": False})
+    result, place = compare_directories([folder])
+    write_report(result, place)
+    assert "<script>" not in (place / "report.html").read_text() and "a\\|b" in (place / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("value", "decimals", "sign", "text"),
+    [
+        (0.00041, 4, True, "+0.0004"), (-0.0011, 4, True, "−0.0011"), (-0.00001, 4, True, "0.0000"),
+        (20276.4, None, False, "20,276"), (0.10123, None, False, "0.101"), (3.0, None, False, "3"),
+        (0.00168, None, False, "0.00168"), (48.163, None, False, "48.16"),
+    ],
+)  # fmt: skip
+def test_numbers_for_people(value, decimals, sign, text):
+    assert digits(value, decimals, sign=sign) == text
