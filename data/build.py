@@ -26,7 +26,7 @@ def build_data(config: Config, *, dp_rank: int, dp_degree: int, pin_memory: bool
 
     Args:
         dp_rank, dp_degree: place among the ranks that read different data (replicate x shard).
-        pin_memory: page-locked batches; the current CUDA device must be set.
+        pin_memory: page-locked batches; set the CUDA device before the first step.
 
     Raises:
         ConfigError: data that is missing, empty, unreadable or does not fit the model, before anything is written.

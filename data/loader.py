@@ -77,7 +77,7 @@ class TrainLoader:
         self._sources, self._schedule, self._slicing = sources, schedule, slicing
         self._token_bytes, self._document_mask, self._mask_boundary = token_bytes, document_mask, mask_boundary_labels
         self._prefetch_steps, self._identity = prefetch_steps, identity
-        self._device = torch.cuda.current_device() if pin_memory else None
+        self._pin_memory = pin_memory
         self._step = 0
         self._states = [source.state() for source in sources]
         self._worker: _Worker | None = None
@@ -88,7 +88,9 @@ class TrainLoader:
             produced = self._produce(self._step + 1)
         else:
             if self._worker is None:
-                self._worker = _Worker(self._produce, self._step + 1, self._prefetch_steps, self._device)
+                # A new thread starts on device 0, and pinning would make a context there: hand it ours.
+                device = torch.cuda.current_device() if self._pin_memory else None
+                self._worker = _Worker(self._produce, self._step + 1, self._prefetch_steps, device)
                 weakref.finalize(self, self._worker.stop)  # the thread ends with the loader, or before the interpreter
             produced = self._worker.get()
         self._step, self._states = produced.batch.step, produced.states
@@ -150,7 +152,7 @@ class TrainLoader:
             )
             for group in rows
         ]
-        if self._device is not None:
+        if self._pin_memory:
             for micro_batch in micro_batches:
                 _pin(micro_batch)
         tokens = cut.global_batch_size * cut.seq_len
@@ -204,7 +206,7 @@ class _Worker:
     def _run(self, weak_produce: Any, step: int, device: int | None) -> None:
         item: _Produced | BaseException
         if device is not None:
-            torch.cuda.set_device(device)  # a new thread starts on device 0 and would make a context there
+            torch.cuda.set_device(device)
         while not self._stopping.is_set():
             produce = weak_produce()
             if produce is None:

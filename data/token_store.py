@@ -23,6 +23,8 @@ FORMAT = 1
 
 BATCH_CHARACTERS = 4_000_000
 
+PROGRESS_SECONDS = 15.0
+
 
 @dataclass
 class TokenStore:
@@ -107,7 +109,7 @@ def stored(corpus: Corpus, fingerprint: str, tokenizer: Tokenizer, cache: Path) 
 
 
 def _write(corpus: Corpus, tokenizer: Tokenizer, folder: Path) -> None:
-    started = time.perf_counter()
+    started = said = time.perf_counter()
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
     lengths: list[int] = []
     hashes: list[int] = []
@@ -118,6 +120,9 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, folder: Path) -> None:
             lengths.append(len(ids))
             hashes.append(text_hash(document))
             name_lengths.append(names.write(document.name.encode()))
+            if time.perf_counter() - said > PROGRESS_SECONDS:
+                said = time.perf_counter()
+                logger.info("Tokenising, once for this corpus: %d documents, %d tokens", len(lengths), sum(lengths))
     if not lengths:
         raise ConfigError(f"{corpus.key}: the corpus is empty: no document has text in it")
     np.save(folder / "offsets.npy", np.cumsum([0, *lengths], dtype=np.int64))
