@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ablation.guard import Guarded, guard
 from ablation.plan import folders, plan
-from ablation.question import all_files, find, read, relative
+from ablation.question import all_files, find, read
 from ablation.runner import state_of
 from config.errors import ConfigError
 
@@ -81,6 +81,6 @@ def _progress(guarded: Guarded) -> list[str]:
             runs = plan(guarded, gpus).runs
             states = [state_of(folder / run.place) for run in runs]
             failed = f", {states.count('failed')} failed" if "failed" in states else ""
-            report = f", {relative(folder / 'report.md')}" if (folder / "report.md").is_file() else ""
+            report = f", {folder}/report/report.html" if (folder / "report/report.html").is_file() else ""
             lines.append(f"{folder}: {states.count('done')} of {len(runs)} done on {gpus} GPU(s){failed}{report}")
     return lines or ["no results"]

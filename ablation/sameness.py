@@ -62,7 +62,7 @@ def change_of(sides: Sides) -> tuple[set[str], set[str], list[str]]:
         wrong.append(
             f"{listed(sorted(roots - variables))} changed too, and only {listed(sorted(variables))} is declared"
         )
-    elif variables and not roots:
+    elif variables and not changed:
         wrong.append(f"{candidate.arm} is configured exactly like the baseline")
     elif not variables and len(roots) > 1:
         wrong.append(f"{len(roots)} keys differ: {listed(sorted(roots))}")
