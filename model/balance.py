@@ -1,7 +1,7 @@
 """What a MoE layer remembers about its load, and how it acts on it once an optimizer step.
 
-Counting happens outside the block that checkpointing may run twice: a block *returns* its :class:`Observation` and the decoder hands it
-to :meth:`Balance.count`, in training and with gradients on only. Counts are int64 and exact.
+Counting happens outside the block that checkpointing may run twice: a block *returns* its :class:`Observation` and the
+decoder hands it to :meth:`Balance.count`, in training and with gradients on only. Counts are int64 and exact.
 """
 
 import math
@@ -50,7 +50,8 @@ class Balance(nn.Module):
         noise_seed: of routing noise.
         layer: global index of the block.
 
-    Buffers that a checkpoint holds: ``bias`` (float32, rules with a bias) and ``previous_counts`` (int64, f_source "previous_step").
+    Buffers that a checkpoint holds: ``bias`` (float32, rules with a bias) and ``previous_counts`` (int64, with
+    f_source "previous_step").
     """
 
     def __init__(self, shape: MoEShape, moe: Moe, noise_seed: int, layer: int):
@@ -84,7 +85,7 @@ class Balance(nn.Module):
         state("kept", (experts,), torch.int64)
         state("tokens", (), torch.int64)
         state("load", (experts,), torch.int64)  # counts of the last whole step, over all ranks
-        state("coefficients", (3,), torch.float32)  # balance and z-loss, each over the step's balance groups; Gumbel's tau
+        state("coefficients", (3,), torch.float32)  # balance and z-loss, both over the balance groups; Gumbel's tau
         state("measured", (4,), torch.float32)  # sums of Observation.measures since the last report, and how many
         self.reset()
 
@@ -220,6 +221,8 @@ class Balance(nn.Module):
                 self._update_quantile(all_reduce)
             else:
                 self.bias.copy_(self.bias + bias_step(counts, moe.balance, moe.bias_update_rate))
+        if "global_counts" in self._buffers:
+            self.global_counts.zero_()
         if "previous_counts" in self._buffers:
             self.previous_counts.copy_(counts)
         self.load.copy_(torch.where(total > 0, counts, self.load))
@@ -250,9 +253,9 @@ class Balance(nn.Module):
 def bias_step(counts: torch.Tensor, rule: str, rate: float) -> torch.Tensor:
     """The change of the bias after a step, mean-centred: float32 (E,).
 
-    "bias_sign": u sign(m - c_i) (Wang et al., arXiv 2408.15664, algorithm 1; DeepSeek-V3). "bias_proportional": u (m - c_i) / m. m is
-    the mean count. The paper and Megatron do not centre; torchtitan does. It changes no choice, and keeps the bias from
-    drifting away from the scores.
+    "bias_sign": u sign(m - c_i) (Wang et al., arXiv 2408.15664, algorithm 1; DeepSeek-V3). "bias_proportional":
+    u (m - c_i) / m. m is the mean count. The paper and Megatron do not centre; torchtitan does. It changes no choice, and
+    keeps the bias from drifting away from the scores.
     """
     mean = counts.double().mean() if counts.dtype == torch.int64 else counts.mean()
     missing = mean - counts

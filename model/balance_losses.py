@@ -1,8 +1,8 @@
 """Losses that ask a router for balance, and how their gradient joins the model's.
 
-``f`` is the share of assignments an expert got, ``P`` the mean router probability of it. f is a count and carries no gradient.
-Padding takes part in neither. ``reduce`` sums a tensor over the ranks that hold other tokens of the same balance group (context
-parallelism); by default there are none.
+``f`` is the share of assignments an expert got, ``P`` the mean router probability of it. f is a count and carries no
+gradient. Padding takes part in neither. ``reduce`` sums a tensor over the ranks that hold other tokens of the same
+balance group (context parallelism); by default there are none.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,9 @@ def aux_loss(
 ) -> torch.Tensor:
     """E sum_i f_i P_i over one balance group; 1 when uniform, up to E / k at collapse.
 
-    Switch Transformer (arXiv 2101.03961, equations 4 to 6) with f over k choices, as in OLMoE (arXiv 2409.02060). Linear in neither
-    tokens nor batches, so the group it is taken over is part of its definition: one micro-batch here.
+    Switch Transformer (arXiv 2101.03961, equations 4 to 6) with f over k choices, as in OLMoE (arXiv 2409.02060).
+    Linear in neither tokens nor batches, so the group it is taken over is part of its definition: one micro-batch
+    here.
 
     Args:
         probabilities: (T, E), rows sum to 1.
@@ -38,9 +39,9 @@ def aux_loss_of(
 ) -> torch.Tensor:
     """:func:`aux_loss` with f from ``counts`` (E,), which may cover more tokens than ``probabilities`` does.
 
-    With counts of the global batch this is the global-batch balance loss of Qwen (arXiv 2501.11873): its mean over micro-batches of
-    equally many tokens is E sum_i f_i P_i of the global batch, however it is split. No counts at all (before the first
-    step) count as uniform.
+    With counts of the global batch this is the global-batch balance loss of Qwen (arXiv 2501.11873): its mean over
+    micro-batches of equally many tokens is E sum_i f_i P_i of the global batch, however it is split. No counts at all
+    (before the first step) count as uniform.
     """
     experts, tokens = probabilities.shape[-1], valid.sum()
     if reduce is not None:
@@ -54,7 +55,8 @@ def aux_loss_of(
 def sequence_aux_loss(
     probabilities: torch.Tensor, requested: torch.Tensor, valid: torch.Tensor, top_k: int, reduce: Reduce | None = None
 ) -> torch.Tensor:
-    """:func:`aux_loss` of each sequence by itself, averaged over sequences (DeepSeek-V3, arXiv 2412.19437, eq. 17 to 20).
+    """:func:`aux_loss` of each sequence by itself, averaged over sequences (DeepSeek-V3, arXiv 2412.19437, eq. 17 to
+    20).
 
     Args:
         probabilities, requested: (B, S, E).
@@ -97,9 +99,10 @@ class _InjectLoss(torch.autograd.Function):
 
 
 def inject_loss(x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-    """``x``, unchanged; whenever a gradient flows back through it, ``loss`` (a float32 scalar) has been minimised as well.
+    """``x``, unchanged; whenever a gradient flows back through it, ``loss`` (a float32 scalar) has been minimised as
+    well.
 
-    The training loss stays the cross entropy, and a pipeline stage that never sees it still balances its routers. ``loss`` must
-    already carry its coefficient and its share of the global batch.
+    The training loss stays the cross entropy, and a pipeline stage that never sees it still balances its routers.
+    ``loss`` must already carry its coefficient and its share of the global batch.
     """
     return _InjectLoss.apply(x, loss)

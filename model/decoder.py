@@ -53,7 +53,9 @@ class MoEBlock(nn.Module):
         numbers: torch.Tensor | None = None,
         seen: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Observation]:
-        """(B, S, dim) -> (B, S, dim), and what the layer saw; ``numbers`` and ``seen`` as in :meth:`model.moe.MoE.forward`."""
+        """(B, S, dim) -> (B, S, dim), and what the layer saw; ``numbers`` and ``seen`` as in
+        :meth:`model.moe.MoE.forward`.
+        """
         x = x + self.attention(self.attention_norm(x), rope, mask)
         out, observation = self.moe(self.ffn_norm(x), numbers, seen)
         return x + out, observation
@@ -90,6 +92,7 @@ class Decoder(nn.Module):
                 MoEBlock(shape, backend, moe or Moe(), noise_seed, i) if with_experts else Block(shape, backend)
             )
         self.on_observation: Callable[[str, Observation], None] | None = None
+        self.counting_pass = False
         self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.output = nn.Linear(shape.dim, shape.vocab_size, bias=False)
         self.tie_weights()
@@ -97,7 +100,9 @@ class Decoder(nn.Module):
         self.init_buffers()
 
     def tie_weights(self) -> None:
-        """Make head and embedding one parameter if the shape says so. ``to_empty`` parts them: call it again after that."""
+        """Make head and embedding one parameter if the shape says so. ``to_empty`` parts them: call it again after
+        that.
+        """
         if self.shape.enable_weight_tying:
             self.output.weight = self.tok_embeddings.weight
 
@@ -108,6 +113,19 @@ class Decoder(nn.Module):
         for balance in balances(self).values():
             balance.reset()
 
+    @torch.no_grad()
+    def count_global(self, tokens: torch.Tensor, **inputs: torch.Tensor | None) -> None:
+        """Route one micro-batch for its counts alone, before the step's own passes (f_source "exact").
+
+        Arguments as for :meth:`forward`. Every micro-batch of the step comes through here first, then the counts are
+        summed over ranks (:func:`model.moe.sum_global_counts`).
+        """
+        self.counting_pass = True
+        try:
+            self(tokens, **inputs)
+        finally:
+            self.counting_pass = False
+
     def forward(
         self,
         tokens: torch.Tensor,
@@ -117,8 +135,8 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:
         """Next-token logits.
 
-        In training with gradients on, each MoE layer's load is counted. A block that is recomputed in the backward pass is
-        not run through here again, so it is counted once.
+        In training with gradients on, each MoE layer's load is counted. A block that is recomputed in the backward
+        pass is not run through here again, so it is counted once.
 
         Args:
             tokens: int64 (B, S).
@@ -138,7 +156,9 @@ class Decoder(nn.Module):
                 continue
             balance = block.moe.balance
             x, observation = block(x, rope, mask, numbers, balance.seen())
-            if self.training and torch.is_grad_enabled():
+            if self.counting_pass:
+                balance.global_counts += observation.counts
+            elif self.training and torch.is_grad_enabled():
                 balance.count(observation)
             if self.on_observation is not None:
                 self.on_observation(name, observation)

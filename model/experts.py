@@ -1,10 +1,10 @@
 """The experts of a layer: stacked SwiGLU weights, and three ways to run them with the same result.
 
-Layout. ``w13`` is [E, dim, 2 * hidden] with gate and up columns interleaved (even: gate, odd: up); ``w2`` is [E, dim, hidden]. Both
-weight gradients are then products of a token-side operand, transposed by its strides alone, with a hidden-side one (x^T dh and
-g^T a), and come out in the layout of the weight: nothing is transposed in memory (that copy cost 27 ms of a 430 ms step, the size
-of all gradients of w13). Interleaving is what fused SwiGLU kernels read, and makes any even slice of columns a
-narrower SwiGLU, which tensor parallelism can cut.
+Layout. ``w13`` is [E, dim, 2 * hidden] with gate and up columns interleaved (even: gate, odd: up); ``w2`` is [E, dim,
+hidden]. Both weight gradients are then products of a token-side operand, transposed by its strides alone, with a
+hidden-side one (x^T dh and g^T a), and come out in the layout of the weight: nothing is transposed in memory (that
+copy cost 27 ms of a 430 ms step, the size of all gradients of w13). Interleaving is what fused SwiGLU kernels read,
+and makes any even slice of columns a narrower SwiGLU, which tensor parallelism can cut.
 """
 
 from collections.abc import Callable

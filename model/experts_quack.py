@@ -1,8 +1,10 @@
-"""Experts on quack's CuTe DSL kernels (Hopper and newer): gather, product and SwiGLU in one kernel, forward and backward.
+"""Experts on quack's CuTe DSL kernels (Hopper and newer): gather, product and SwiGLU in one kernel, forward and
+backward.
 
 Saved for backward: x (T, dim), the pre-activation h (R, 2 hidden), routing weights and integer indices, as in
-model/experts_grouped.py. The backward kernel gathers g, multiplies, applies the SwiGLU derivative, scales by the routing weight and
-reduces the router's gradient at once; the weight gradients gather x and g themselves, so no gathered copy is ever written.
+model/experts_grouped.py. The backward kernel gathers g, multiplies, applies the SwiGLU derivative, scales by the
+routing weight and reduces the router's gradient at once; the weight gradients gather x and g themselves, so no
+gathered copy is ever written.
 """
 
 from typing import Any

@@ -10,8 +10,8 @@ import torch
 def fused(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, compiled when its first argument is on CUDA and nothing is being compiled around it.
 
-    Eager, a chain such as SwiGLU or a gather with a sum writes every intermediate result to memory; compiled, it is one pass. On CPU the
-    function runs as it is written, and inside an outer torch.compile it is traced like any other.
+    Eager, a chain such as SwiGLU or a gather with a sum writes every intermediate result to memory; compiled, it is
+    one pass. On CPU the function runs as it is written, and inside an outer torch.compile it is traced like any other.
     """
     compiled = torch.compile(function, dynamic=True)
 

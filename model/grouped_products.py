@@ -12,13 +12,14 @@ def grouped_mm(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Te
     """One product a group. Group e holds rows (or columns) ends[e - 1] to ends[e] of ``a``.
 
     Args:
-        a: (R, K) with ``b`` (E, K, N): out[rows of e] = a[rows of e] @ b[e]. Rows past the last group are left unwritten.
+        a: (R, K) with ``b`` (E, K, N): out[rows of e] = a[rows of e] @ b[e]. Rows past the last group are left
+            unwritten.
            (M, R) with ``b`` (R, N): out[e] = a[:, rows of e] @ b[rows of e].
         ends: int32 (E,).
 
     Returns:
-        (R, N) or (E, M, N). In bfloat16 the host does not wait; in other dtypes torch's kernel does not compile, and a loop
-        over groups reads ``ends`` on the host.
+        (R, N) or (E, M, N). In bfloat16 the host does not wait; in other dtypes torch's kernel does not compile, and a
+        loop over groups reads ``ends`` on the host.
     """
     if a.dtype == torch.bfloat16:
         return _torch_grouped_mm(a, b, offs=ends)

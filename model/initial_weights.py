@@ -23,7 +23,7 @@ class InitialValue:
     std: float = 0.0
     cutoff: float = math.inf
     stacked: bool = False
-    """Each slice of the first dimension is an expert, drawn from its own seed: whoever holds expert 3 gets the same one."""
+    """Each slice of the first dimension is an expert with its own seed: whoever holds expert 3 gets the same one."""
     odd_std: float | None = None
     """Every second column, from the second on, has this std and its own draw (the up projections of w13)."""
 

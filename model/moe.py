@@ -1,7 +1,8 @@
 """A mixture-of-experts layer, and the seam through which its tokens travel.
 
-``MoE`` routes; a *dispatcher* brings tokens to experts and results back. The local one calls the experts where the tokens are;
-``parallelisms/`` replaces it by one that sends them to other ranks first. Nothing else of the layer knows where experts live.
+``MoE`` routes; a *dispatcher* brings tokens to experts and results back. The local one calls the experts where the
+tokens are; ``parallelisms/`` replaces it by one that sends them to other ranks first. Nothing else of the layer knows
+where experts live.
 """
 
 from collections.abc import Callable
@@ -31,9 +32,10 @@ class Dispatcher(Protocol):
     ) -> torch.Tensor:
         """One layer's exchange.
 
-        A rank may receive any number of tokens, none included, each with the slots meant for it: one if a token is sent once
-        an expert, all that live there if it is sent once a rank (other slots hold the id "nowhere"). It hands them to ``run`` with
-        local expert ids and the weights that travelled along, so a router's gradient comes back the way its weights went.
+        A rank may receive any number of tokens, none included, each with the slots meant for it: one if a token is
+        sent once an expert, all that live there if it is sent once a rank (other slots hold the id "nowhere"). It
+        hands them to ``run`` with local expert ids and the weights that travelled along, so a router's gradient comes
+        back the way its weights went.
 
         Args:
             x: (T, dim) of this rank.
@@ -82,8 +84,8 @@ class MoE(nn.Module):
 
         Args:
             x: input, normalised.
-            numbers: int64 (B, S): each token's number in the whole of training, or -1 - number for one that takes no part in
-                balance (padding). None: 0, 1, 2, ...
+            numbers: int64 (B, S): each token's number in the whole of training, or -1 - number for one that takes no
+                part in balance (padding). None: 0, 1, 2, ...
             seen: int64 (E,), what this step counted before.
         """
         tokens = x.flatten(0, 1)
@@ -108,7 +110,8 @@ class MoE(nn.Module):
 
 
 def token_numbers(labels: torch.Tensor, sample_ids: list[int]) -> torch.Tensor:
-    """The ``numbers`` of a micro-batch: sample x S + position, the same on every mesh; negative where there is no label.
+    """The ``numbers`` of a micro-batch: sample x S + position, the same on every mesh; negative where there is no
+    label.
 
     Args:
         labels: int64 (B, S); ``IGNORE`` marks tokens that take no part in balance, as they take none in the loss.
@@ -123,7 +126,9 @@ def token_numbers(labels: torch.Tensor, sample_ids: list[int]) -> torch.Tensor:
 
 
 def begin_step(model: nn.Module, step: int, *, total_steps: int, balance_groups: int) -> None:
-    """Set every layer's coefficients for ``step`` (from 1). ``balance_groups``: micro-batches of the step over all ranks."""
+    """Set every layer's coefficients for ``step`` (from 1). ``balance_groups``: micro-batches of the step over all
+    ranks.
+    """
     for balance in balances(model).values():
         balance.set_step(step, total_steps=total_steps, balance_groups=balance_groups)
 
@@ -132,11 +137,17 @@ def update_balance(model: nn.Module, step: int, all_reduce: AllReduce = lambda x
     """Act on the step's loads, once, after the optimizer's step.
 
     Args:
-        all_reduce: sums over the ranks that hold different tokens. One call for the counts of all layers; the quantile rule adds one
-            or a few a layer.
+        all_reduce: sums over the ranks that hold different tokens. One call for the counts of all layers; the quantile
+            rule adds one or a few a layer.
     """
     found = list(balances(model).values())
     if found:
         counts = all_reduce(torch.stack([b.counts for b in found]))
         for balance, mine in zip(found, counts, strict=True):
             balance.update(step, mine, all_reduce)
+
+
+def sum_global_counts(model: nn.Module, all_reduce: AllReduce) -> None:
+    """Sum what :meth:`model.decoder.Decoder.count_global` counted over the ranks that hold different tokens."""
+    for balance in balances(model).values():
+        balance.global_counts.copy_(all_reduce(balance.global_counts))

@@ -1,10 +1,11 @@
 """Random numbers without a generator: each is a hash of what it belongs to.
 
-Routing noise is a function of (noise seed, step, layer, token, column), so it is the same on every mesh, in every split into
-micro-batches and when activation checkpointing computes a block a second time. A stateful generator is none of these.
+Routing noise is a function of (noise seed, step, layer, token, column), so it is the same on every mesh, in every
+split into micro-batches and when activation checkpointing computes a block a second time. A stateful generator is none
+of these.
 
-The hash is the two-round 32-bit finalizer "lowbias32" of C. Wellons' hash prospector. It is computed in int64 with products
-that cannot overflow, so eager, compiled, CPU and CUDA agree bit for bit.
+The hash is the two-round 32-bit finalizer "lowbias32" of C. Wellons' hash prospector. It is computed in int64 with
+products that cannot overflow, so eager, compiled, CPU and CUDA agree bit for bit.
 """
 
 import hashlib

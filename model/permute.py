@@ -1,7 +1,8 @@
 """Moving rows to experts and back: a sort of expert ids, and gathers in both directions.
 
-A token's row is copied to each of its experts and the results are added up. Both are written as gathers, forward and backward: the
-scatter that autograd would take for the backward of a gather costs about ten times as much, as its rows collide.
+A token's row is copied to each of its experts and the results are added up. Both are written as gathers, forward and
+backward: the scatter that autograd would take for the backward of a gather costs about ten times as much, as its rows
+collide.
 """
 
 from typing import Any, NamedTuple
@@ -40,7 +41,8 @@ def plan_rows(experts: torch.Tensor, num_experts: int, max_rows: int | None = No
 
 
 def gather_sum(rows: torch.Tensor, row: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
-    """out[t] = sum_s weights[t, s] * rows[row[t, s]], accumulated in at least float32; absent rows add nothing, not even a NaN.
+    """out[t] = sum_s weights[t, s] * rows[row[t, s]], accumulated in at least float32; absent rows add nothing, not
+    even a NaN.
 
     Args:
         rows: (R, D). Rows that no assignment names are never read into the result.
@@ -51,7 +53,9 @@ def gather_sum(rows: torch.Tensor, row: torch.Tensor, weights: torch.Tensor | No
         (T, D) in the dtype of ``rows``.
     """
     absent = row >= rows.shape[0]
-    found = rows[row.clamp(max=max(rows.shape[0] - 1, 0))] if rows.shape[0] else rows.new_zeros(*row.shape, rows.shape[1])
+    found = (
+        rows[row.clamp(max=max(rows.shape[0] - 1, 0))] if rows.shape[0] else rows.new_zeros(*row.shape, rows.shape[1])
+    )
     found = torch.where(absent[..., None], 0.0, found.to(torch.promote_types(found.dtype, torch.float32)))
     if weights is not None:
         found = found * weights[..., None]
@@ -98,5 +102,7 @@ def permute(x: torch.Tensor, plan: Plan) -> torch.Tensor:
 
 
 def combine(rows: torch.Tensor, weights: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """(R, D), (T, slots) -> (T, D): each token's weighted sum. The backward pass gathers a row's token. Saves ``rows``."""
+    """(R, D), (T, slots) -> (T, D): each token's weighted sum. The backward pass gathers a row's token. Saves
+    ``rows``.
+    """
     return _Combine.apply(rows, weights, plan.token, plan.slot, plan.row)

@@ -1,18 +1,20 @@
 """Quantile balancing: the bias that would have balanced the batch just seen, without a step size.
 
-Token i's *margin* for expert j is r_ij = alpha_i - s_ij: what j would have needed as a bias to be chosen, with alpha_i the
-(k+1)-th largest s_i + b. An expert gets its fair T k / E tokens if its bias is the k / E quantile of its column of margins. (Su,
-"quantile balancing", kexue.fm/archives/11619: one step of coordinate descent on the dual of the balanced assignment problem.)
+Token i's *margin* for expert j is r_ij = alpha_i - s_ij: what j would have needed as a bias to be chosen, with alpha_i
+the (k+1)-th largest s_i + b. An expert gets its fair T k / E tokens if its bias is the k / E quantile of its column of
+margins. (Su, "quantile balancing", kexue.fm/archives/11619: one step of coordinate descent on the dual of the balanced
+assignment problem.)
 
 Two published algorithms, both presets here:
 
-* ``megatron`` (Megatron-LM PR #5349, ``qb_dual_update``): s are logits; the exact quantile of each micro-batch, averaged over
-  micro-batches and data ranks; old bias forgotten (EMA 0); mean-centred.
-* ``kimi_k3`` (Megatron-LM PR #6637, torchtitan PR #4577, Kimi K3 report section 2.3.3 and appendix D): s are sigmoid scores; one
-  quantile of the global batch from a histogram of 1000 bins over [min b - 1, max b + 1], interpolated; mean-centred.
+* ``megatron`` (Megatron-LM PR #5349, ``qb_dual_update``): s are logits; the exact quantile of each micro-batch,
+  averaged over micro-batches and data ranks; old bias forgotten (EMA 0); mean-centred.
+* ``kimi_k3`` (Megatron-LM PR #6637, torchtitan PR #4577, Kimi K3 report section 2.3.3 and appendix D): s are sigmoid
+  scores; one quantile of the global batch from a histogram of 1000 bins over [min b - 1, max b + 1], interpolated;
+  mean-centred.
 
-``statistic = "column"`` leaves alpha out: the quantile of -s_ij alone, which balances a router that lets the number of experts a
-token vary (kexue.fm/archives/11626).
+``statistic = "column"`` leaves alpha out: the quantile of -s_ij alone, which balances a router that lets the number of
+experts a token vary (kexue.fm/archives/11626).
 """
 
 from collections.abc import Callable
@@ -126,7 +128,8 @@ def pooled_quantile(
 ) -> torch.Tensor:
     """:func:`exact_quantile` of columns whose rows lie on several ranks, with sums over ranks and nothing else.
 
-    Bisects the 32 bits of a float for the smallest value that more than T k / E margins do not exceed: exact, not approximate.
+    Bisects the 32 bits of a float for the smallest value that more than T k / E margins do not exceed: exact, not
+    approximate.
 
     Args:
         column: float32 (N, E) of this rank.
@@ -153,4 +156,3 @@ def _sortable(x: torch.Tensor) -> torch.Tensor:
 def _from_sortable(order: torch.Tensor) -> torch.Tensor:
     bits = torch.where(order >= 0, order, (-(order + 1)) | -(1 << 31))
     return bits.to(torch.int32).view(torch.float32)
-

@@ -1,7 +1,7 @@
 """Which experts a token goes to, and with which weights.
 
-The router is a linear map to one logit an expert, a score function, and a top-k. A balancing bias enters the *choice* of
-experts only; weights are always the scores themselves.
+The router is a linear map to one logit an expert, a score function, and a top-k. A balancing bias enters the *choice*
+of experts only; weights are always the scores themselves.
 """
 
 from typing import NamedTuple
@@ -121,7 +121,8 @@ class Router(nn.Module):
 
         Args:
             x: (T, dim).
-            numbers: int64 (T,), non-negative: the token's number in the whole of training, which noise is a function of.
+            numbers: int64 (T,), non-negative: the token's number in the whole of training, which noise is a function
+                of.
             valid: bool (T,); False for padding, which expert choice leaves out.
             noise_key: int64 (2,).
             gumbel_tau: scalar, scale of the selection noise.
@@ -139,7 +140,8 @@ class Router(nn.Module):
                 x = x * (1.0 + moe.jitter * (2.0 * spread - 1.0)).to(x.dtype)
             logits = F.linear(x, self.gate.weight.to(dtype))
         if moe.balance == "random_logits":
-            # Megatron's forced balance: standard normal logits, the gradient passed through as if they were the router's.
+            # Megatron's forced balance: standard normal logits, the gradient passed through as if they were the
+            # router's.
             logits = logits + (normal(noise_key, _RANDOM, numbers, experts).to(logits.dtype) - logits).detach()
         elif moe.balance == "forced_skew":
             # One fixed draw an expert: the same experts stay hot.

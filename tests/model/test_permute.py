@@ -1,0 +1,82 @@
+import torch
+
+from model.permute import combine, gather_sum, permute, plan_rows
+
+EXPERTS, NOWHERE = 5, 5
+
+
+def example(tokens: int = 11, slots: int = 3):
+    generator = torch.Generator().manual_seed(0)
+    experts = torch.rand(tokens, EXPERTS, generator=generator).topk(slots).indices
+    experts[experts == 2] = NOWHERE  # expert 2 gets nothing; some assignments go nowhere
+    weights = torch.rand(tokens, slots, generator=generator, dtype=torch.float64)
+    return experts, weights * (experts != NOWHERE)
+
+
+def test_plan_sorts_by_expert_and_keeps_the_order_of_tokens():
+    experts, _ = example()
+    plan = plan_rows(experts, EXPERTS)
+    start = 0
+    for expert, end in enumerate(plan.ends.tolist()):
+        tokens = plan.token[start:end].tolist()
+        assert tokens == sorted(tokens) == torch.where(experts == expert)[0].sort().values.tolist()
+        start = end
+    for t in range(experts.shape[0]):
+        for s in range(experts.shape[1]):
+            if experts[t, s] == NOWHERE:
+                assert plan.row[t, s] == len(plan.token)
+            else:
+                assert plan.slot[plan.row[t, s]] == t * experts.shape[1] + s
+
+
+def test_the_plan_can_be_cut_at_a_known_bound():
+    experts, _ = example()
+    somewhere = int((experts != NOWHERE).sum())
+    whole, cut = plan_rows(experts, EXPERTS), plan_rows(experts, EXPERTS, somewhere)
+    assert len(cut.token) == somewhere and torch.equal(cut.token, whole.token[:somewhere])
+    assert torch.equal(cut.row == somewhere, whole.row == len(whole.token))
+
+
+def test_gradients_equal_those_of_plain_indexing():
+    experts, weights = example()
+    plan = plan_rows(experts, EXPERTS)
+    x = torch.randn(11, 4, dtype=torch.float64, requires_grad=True)
+    weights.requires_grad_()
+    scale = torch.randn(len(plan.token), 4, dtype=torch.float64)
+    out = combine(permute(x, plan) * scale, weights, plan)
+    gradient = torch.autograd.grad(out.square().sum(), [x, weights])
+
+    rows = x[plan.token] * scale
+    expected = torch.stack(
+        [
+            sum(weights[t, s] * rows[plan.row[t, s]] for s in range(3) if experts[t, s] != NOWHERE) + 0 * x[t]
+            for t in range(11)
+        ]
+    )
+    reference = torch.autograd.grad(expected.square().sum(), [x, weights])
+    torch.testing.assert_close(out, expected)
+    for mine, theirs in zip(gradient, reference, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_backward_gathers_and_never_scatters():
+    experts, weights = example()
+    plan = plan_rows(experts, EXPERTS)
+    x = torch.randn(11, 4, dtype=torch.float64, requires_grad=True)
+    out = combine(permute(x, plan), weights.requires_grad_(), plan)
+    with torch.profiler.profile() as seen:
+        out.sum().backward()
+    names = {event.name for event in seen.events()}
+    assert not [n for n in names if "index_put" in n or "index_add" in n or "scatter" in n], names
+
+
+def test_absent_rows_add_nothing_even_if_they_hold_nan():
+    experts, weights = example()
+    plan = plan_rows(experts, EXPERTS)
+    rows = torch.randn(len(plan.token), 4, dtype=torch.float64)
+    poisoned = rows.clone()
+    poisoned[int(plan.ends[-1]) :] = torch.nan
+    assert torch.equal(gather_sum(poisoned, plan.row, weights), gather_sum(rows, plan.row, weights))
+    assert torch.equal(
+        gather_sum(rows[:0], torch.zeros(3, 2, dtype=torch.int64)), torch.zeros(3, 4, dtype=torch.float64)
+    )
