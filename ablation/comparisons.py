@@ -146,6 +146,7 @@ def _part_table(part: PartData, verdict: Verdict | None, p_value: float | None, 
         table |= {
             "word": "INVALID",
             "phrase": "INVALID",
+            "interval": table["interval_95"],
             "invalid": part.invalid or ["no run of one side has the number"],
         }
     else:
@@ -275,7 +276,7 @@ def comparison_table(c: Comparison, loss: dict[str, Any], speed: dict[str, Any],
     roots, followers, _ = change_of(c.sides)
     changed = config_difference(base, candidate)
     expectation = None
-    if expected == "loss-neutral" and c.role == "candidate":
+    if expected == "loss-neutral" and c.role == "candidate" and loss["word"] != "INVALID":
         expectation = {"equivalent": "held", "better": "violated", "worse": "violated"}.get(loss["word"], "open")
     rows = [
         metric_row(measure, c.sides, paired=not (c.speed if measure.ratio else c.loss).unpaired) for measure in MEASURES

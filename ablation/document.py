@@ -5,6 +5,7 @@ A number in a cell remembers its path in report.json, so that the HTML says wher
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -161,11 +162,18 @@ class Numbers:
                 for i, v in enumerate(ends)
             ]
         else:
+            if ends and decimals is None and ends[1] > ends[0]:
+                decimals = decimals_of_spread((ends[1] - ends[0]) / 2.0)
             head = cell(Number(digits(value, decimals, sign=True), path))
             if not ends:
                 return cell(head, " [no interval]")
             shown = [Number(digits(v, decimals, sign=True), f"{interval}/{i}") for i, v in enumerate(ends)]
         return cell(head, " [", shown[0], ", ", shown[1], "]")
+
+
+def decimals_of_spread(spread: float) -> int:
+    """Decimals that show two digits of a positive spread: all that mean anything beside it."""
+    return max(0, 1 - math.floor(math.log10(spread)))
 
 
 def _percent_decimals(change: float) -> int:

@@ -50,33 +50,46 @@ def _tokens_axis(axes: Any) -> None:
 
 
 def _forest(result: dict[str, Any], part: str) -> Any:
-    """One row an arm: estimate and the interval that decided, over the band."""
-    rows = [c for c in result["comparisons"] if c[part]["value"] is not None]
+    """One row an arm: estimate and the interval that decided, over the band. A far reference is written at the edge."""
+    rows = [c for c in reversed(result["comparisons"]) if c[part]["value"] is not None]
     if not rows:
         return None
     percent = part == "speed"
-    shade = colours(result)
-    figure, axes = _new(height=1.05 + 0.42 * len(rows))
 
     def scaled(value: float) -> float:
         return 100.0 * (value - 1.0) if percent else value
 
     band = 100.0 * result["decision"]["speed_band"] if percent else result["decision"]["band"]
+    low = 100.0 * (1.0 / (1.0 + band / 100.0) - 1.0) if percent else -band
+    figure, axes = _new(height=1.05 + 0.42 * len(rows))
+    shown = [low, band, 0.0]
+    for row in rows:
+        if row["role"] == "candidate" or len(rows) == 1:
+            shown += [scaled(v) for v in (row[part]["interval"] or [row[part]["value"]])]
+            shown += [scaled(v) for v in row[part]["per_seed"].values()]
+    room = 0.08 * (max(shown) - min(shown)) or 1e-3
+    left, right = min(shown) - room, max(shown) + room
+    axes.set_xlim(left, right)
     if band:
-        low = 100.0 * (1.0 / (1.0 + band / 100.0) - 1.0) if percent else -band
         axes.axvspan(low, band, color=BAND, linewidth=0)
     axes.axvline(0.0, color=BASELINE, linewidth=1.2)
-    for y, row in enumerate(reversed(rows)):
-        colour = shade[row["arm"]]
+    for y, row in enumerate(rows):
+        colour, value = colours(result)[row["arm"]], scaled(row[part]["value"])
+        if not left <= value <= right:
+            text = f"{value:+.1f} %" if percent else f"{value:+.3f}"
+            if value > right:
+                axes.text(right, y, f"{text} \u2192", color=colour, ha="right", va="center", fontsize=9)
+            else:
+                axes.text(left, y, f"\u2190 {text}", color=colour, ha="left", va="center", fontsize=9)
+            continue
         hollow = row["role"] == "reference" or row[part]["word"] == "INVALID"
-        if row[part]["interval"] or row[part]["interval_95"]:
-            ends = [scaled(v) for v in row[part]["interval"] or row[part]["interval_95"]]
+        if row[part]["interval"]:
+            ends = [scaled(v) for v in row[part]["interval"]]
             axes.plot(ends, [y, y], color=colour, linewidth=2, linestyle="--" if hollow else "-", solid_capstyle="butt")
         seeds = [scaled(v) for v in row[part]["per_seed"].values()]
         axes.plot(seeds, [y] * len(seeds), "|", color=colour, markersize=9, markeredgewidth=1)
-        face = "none" if hollow else colour
-        axes.plot([scaled(row[part]["value"])], [y], "o", color=colour, markerfacecolor=face, markersize=6.5)
-    axes.set_yticks(range(len(rows)), [row["arm"] for row in reversed(rows)])
+        axes.plot([value], [y], "o", color=colour, markerfacecolor="none" if hollow else colour, markersize=6.5)
+    axes.set_yticks(range(len(rows)), [row["arm"] for row in rows])
     axes.set_ylim(-0.6, len(rows) - 0.4)
     axes.grid(visible=False, axis="y")
     metric = _metric_name(result["decision"]["metric"])
@@ -133,7 +146,7 @@ def _curves(result: dict[str, Any], name: str, axis: str, label: str, *, cut: bo
         _tokens_axis(axes)
     else:
         axes.set_xlabel("training seconds")
-    axes.legend(loc="best")
+    figure.legend(loc="outside upper left", ncols=2)
     return figure
 
 
@@ -185,7 +198,8 @@ def _difference(result: dict[str, Any]) -> Any:
         style = "--" if row["role"] == "reference" else "-"
         for x, y in lines:
             axes.plot(x, y, style, color=shade[row["arm"]], linewidth=0.7, alpha=0.4)
-            late += [d for place, d in zip(x, y, strict=True) if place >= 0.1 * x[-1]]
+            if row["role"] != "reference":
+                late += [d for place, d in zip(x, y, strict=True) if place >= 0.1 * x[-1]]
         x, y = _average(lines)
         axes.plot(x, y, style, color=shade[row["arm"]], linewidth=2, label=row["arm"])
     if not drawn:
@@ -196,7 +210,7 @@ def _difference(result: dict[str, Any]) -> Any:
     axes.set_ylim(min(late) - room, max(late) + room)
     _tokens_axis(axes)
     axes.set_ylabel("difference from the baseline")
-    axes.legend(loc="best")
+    figure.legend(loc="outside upper left", ncols=2)
     return figure
 
 
@@ -209,7 +223,7 @@ def _over_variable(result: dict[str, Any]) -> Any:
     if len(result["variables"]) != 1:
         return None
     key = result["variables"][0]
-    arms = [arm for arm in result["arms"].values() if arm["metric"] and arm["rate"]]
+    arms = [arm for arm in result["arms"].values() if arm["metric"] and arm["rate"] and arm["role"] != "reference"]
     if len(arms) < 3 or not all(_is_number(arm["config"].get(key)) for arm in arms):
         return None
     figure, panels = _new(panels=2)
@@ -222,8 +236,13 @@ def _over_variable(result: dict[str, Any]) -> Any:
         for x, arm in zip(xs, arms, strict=True):
             values = list(arm[name]["values"].values())
             axes.plot([x] * len(values), values, "_", color=PALETTE[0], markersize=8, alpha=0.7)
+        if arms[0][name]["mean"] >= 10_000:
+            axes.yaxis.set_major_formatter("{x:,.0f}")
         if min(xs) > 0 and max(xs) / min(xs) >= 8:
             axes.set_xscale("log")
+        if len(xs) <= 4:
+            axes.set_xticks(xs, [f"{x:g}" for x in xs])
+            axes.minorticks_off()
         axes.set_title(_metric_name(label))
         axes.set_xlabel(key.rpartition(".")[2])
     return figure
@@ -251,7 +270,7 @@ def _tune(result: dict[str, Any]) -> Any:
             axes.set_xscale("log")
     axes.set_xlabel(key)
     axes.set_ylabel(result["decision"]["metric"])
-    axes.legend(loc="best")
+    figure.legend(loc="outside upper left", ncols=2)
     return figure
 
 

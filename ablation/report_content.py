@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 from ablation.document import (
@@ -20,6 +19,7 @@ from ablation.document import (
     Text,
     Tone,
     cell,
+    decimals_of_spread,
 )
 from ablation.report_evidence import evidence_blocks
 from ablation.wording import (
@@ -186,8 +186,8 @@ def _mean_sd(numbers: Numbers, row: dict[str, Any], path: str, decimals: int | N
     side = row[path.rpartition("/")[2]]
     if side is None:
         return cell("–", tone="muted")
-    if side["sd"]:  # two digits of the spread are all that mean anything
-        decimals = max(0, 1 - math.floor(math.log10(side["sd"]))) if decimals is None else decimals
+    if side["sd"] and decimals is None:
+        decimals = decimals_of_spread(side["sd"])
     head = numbers.plain(f"{path}/mean", decimals)
     return head if side["sd"] is None else cell(head, " ± ", numbers.plain(f"{path}/sd", decimals))
 

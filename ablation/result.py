@@ -257,7 +257,7 @@ def _result(
         "decision": {
             "metric": metric, "step": step, "tokens": tokens, "band": band, "band_source": source,
             "speed_band": math.expm1(speed_band), "confidence": CONFIDENCE,
-            "family": sum(t["role"] == "candidate" for t in tables),
+            "family": sum(t["role"] == "candidate" and t["loss"]["word"] != "INVALID" for t in tables),
         },
         "aa": bands,
         "drift": drift,
