@@ -254,8 +254,8 @@ def bias_step(counts: torch.Tensor, rule: str, rate: float) -> torch.Tensor:
     """The change of the bias after a step, mean-centred: float32 (E,).
 
     "bias_sign": u sign(m - c_i) (Wang et al., arXiv 2408.15664, algorithm 1; DeepSeek-V3). "bias_proportional":
-    u (m - c_i) / m. m is the mean count. The paper and Megatron do not centre; torchtitan does. It changes no choice, and
-    keeps the bias from drifting away from the scores.
+    u (m - c_i) / m, with m the mean count. The paper and Megatron do not centre; torchtitan does. It changes no choice
+    and keeps the bias from drifting away from the scores.
     """
     mean = counts.double().mean() if counts.dtype == torch.int64 else counts.mean()
     missing = mean - counts
