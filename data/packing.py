@@ -1,8 +1,9 @@
 """split_fill: documents end to end, cut every S tokens. Any sequence can be read without reading those before it.
 
 The tape of an epoch is every training document once, each followed by eos, in an order drawn from (data_seed, epoch).
-The tapes of all epochs lie end to end; sequence i is the S tokens from i * S and the one after them, so no token is
-lost at the end of an epoch and none is padding.
+The tapes of all epochs lie end to end; window w is the S tokens from w * S and the one after them, so no token is
+lost at the end of an epoch and none is padding. Sequence i is a window of its block of consecutive windows, in an order
+drawn from (data_seed, block): neighbours in a batch are then rarely neighbours in a document.
 """
 
 from __future__ import annotations
@@ -51,6 +52,10 @@ class SequenceSource(Protocol):
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what ``state`` returned."""
         ...
+
+
+SHUFFLE_BLOCK = 4096
+"""Windows that are shuffled together, where an epoch has as many."""
 
 
 def permutation(count: int, *key: object) -> np.ndarray:
@@ -111,7 +116,7 @@ def join(pieces: list[tuple[np.ndarray, np.ndarray, list[str]]], length: int, fi
 
 
 class ShuffledEpochs:
-    """The training documents of a store, epoch after epoch, each in its own order."""
+    """The training documents of a store, epoch after epoch, each in its own order, and windows in blocks likewise."""
 
     def __init__(self, store: TokenStore, documents: np.ndarray, *, seq_len: int, data_seed: int, label: str) -> None:
         """
@@ -123,6 +128,16 @@ class ShuffledEpochs:
         self._seq_len, self._seed, self._label = seq_len, data_seed, label
         self._tapes: dict[int, Tape] = {}
         self.tokens_per_epoch = int((store.offsets[documents + 1] - store.offsets[documents]).sum())
+        # No longer than an epoch, so that a block lies across two tapes at most.
+        self._block = max(1, min(SHUFFLE_BLOCK, self.tokens_per_epoch // seq_len))
+        self._orders: dict[int, np.ndarray] = {}
+
+    def window(self, index: int) -> int:
+        """The window that sequence ``index`` is."""
+        block, place = divmod(index, self._block)
+        if block not in self._orders:
+            self._orders = {block: permutation(self._block, "block", self._label, self._seed, block)}
+        return block * self._block + int(self._orders[block][place])
 
     def tape(self, epoch: int) -> Tape:
         """The documents in the order of ``epoch`` (from 0). The last two are kept: a sequence may lie across both."""
@@ -133,7 +148,8 @@ class ShuffledEpochs:
         return self._tapes[epoch]
 
     def read(self, index: int) -> PackedSequence:
-        position, stop = index * self._seq_len, (index + 1) * self._seq_len + 1
+        position = self.window(index) * self._seq_len
+        stop = position + self._seq_len + 1
         pieces = []
         while position < stop:
             epoch, start = divmod(position, self.tokens_per_epoch)
@@ -143,7 +159,7 @@ class ShuffledEpochs:
         return join(pieces, self._seq_len + 1)
 
     def boundaries(self, index: int) -> int:
-        first = index * self._seq_len + 1
+        first = self.window(index) * self._seq_len + 1
         return self._starts_before(first + self._seq_len) - self._starts_before(first)
 
     def _starts_before(self, position: int) -> int:

@@ -1,6 +1,7 @@
 import hashlib
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -58,8 +59,8 @@ def test_frozen_text_gives_the_same_step_for_ever(make_config):
     source = loader(config)
     batches = [source.next_step() for _ in range(5)]  # more than an epoch
     text = b"".join(torch.cat([m.tokens, m.labels]).numpy().tobytes() for b in batches for m in b.micro_batches)
-    assert hashlib.sha256(text).hexdigest() == "1bbed48c29b28c7fb6cd2a38db7152a3976dbde9889796ba16675100570528f6"
-    assert [b.global_valid_tokens for b in batches] == [1022, 1024, 1023, 1022, 1023]
+    assert hashlib.sha256(text).hexdigest() == "46e2f441a8212bc84a12b2e070cc9453ef77255cd6377aecec5171335c6a90b5"
+    assert [b.global_valid_tokens for b in batches] == [1022, 1022, 1023, 1024, 1023]
 
 
 @pytest.mark.parametrize("kind", ["text", "mixture"])
@@ -94,13 +95,16 @@ def test_steps_count_from_one_and_sample_ids_go_on(make_config):
 
 
 def test_the_second_epoch_differs_from_the_first(make_config):
+    """Same tokens, another order: counted over a whole number of epochs, but for the windows at their edges."""
     pipeline = build_data(make_config(training__steps=100), dp_rank=0, dp_degree=1)
     epoch = pipeline.describe()["tokens"]
     tokens: list[int] = []
     while len(tokens) < 2 * epoch:
         tokens += torch.cat([m.tokens for m in pipeline.train.next_step().micro_batches]).flatten().tolist()
     first, second = tokens[:epoch], tokens[epoch : 2 * epoch]
-    assert first != second and sorted(first) == sorted(second)
+    assert first != second
+    differing = sum((Counter(first) - Counter(second)).values())
+    assert differing < 0.05 * epoch + 4 * 64
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])

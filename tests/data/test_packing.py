@@ -40,19 +40,37 @@ def test_a_tape_reads_any_span():
             assert names == ["doc1", "doc0"][documents[0] : documents[-1] + 1]
 
 
+def in_window_order(sequences: ShuffledEpochs, count: int) -> list[np.ndarray]:
+    """The first ``count`` sequences, a whole number of blocks, put back where they lie on the tape."""
+    windows = [sequences.window(i) for i in range(count)]
+    assert sorted(windows) == list(range(count))
+    return [sequences.read(windows.index(w)).tokens for w in range(count)]
+
+
 def test_no_token_is_lost_between_epochs():
     sequences = source()
-    total = sequences.tokens_per_epoch  # 28
+    total = sequences.tokens_per_epoch
     assert total == 28
-    stream = [int(sequences.read(0).tokens[0]), *labels_of(sequences, 12)]  # three epochs
+    ordered = in_window_order(sequences, 12)  # three epochs
+    stream = [int(ordered[0][0]), *(int(t) for tokens in ordered for t in tokens[1:])]
     for epoch in range(3):
         assert sorted(stream[epoch * total : (epoch + 1) * total]) == sorted(store_of(4, 1, 9, 3, 6).tokens.tolist())
 
 
-def test_consecutive_sequences_overlap_by_the_one_token_that_is_label_and_input():
-    sequences = source()
-    for i in range(10):
-        assert sequences.read(i).tokens[-1] == sequences.read(i + 1).tokens[0]
+def test_neighbouring_windows_overlap_by_the_one_token_that_is_label_and_input():
+    ordered = in_window_order(source(), 12)
+    for this, following in zip(ordered, ordered[1:], strict=False):
+        assert this[-1] == following[0]
+
+
+def test_windows_are_shuffled_within_blocks_no_longer_than_an_epoch():
+    sequences = source(seq_len=1)  # 28 windows an epoch
+    blocks = [[sequences.window(i) for i in range(b * 28, (b + 1) * 28)] for b in range(3)]
+    for b, block in enumerate(blocks):
+        assert sorted(block) == list(range(b * 28, (b + 1) * 28))
+        assert block != sorted(block)
+    assert [w - 28 for w in blocks[1]] != blocks[0]
+    assert sequences.window(5) == blocks[0][5]  # after another block was read
 
 
 def test_each_epoch_has_its_own_order():
