@@ -185,11 +185,9 @@ def command(launch: Launch, arguments: list[str], logs: str) -> list[str]:
 
 def next_commands(folder: str, arguments: list[str], seed: int) -> str:
     """Two commands that make sense after a run: its curves, and the same with another seed beside it."""
-    tensorboard = (
-        "tensorboard" if shutil.which("tensorboard") else _typed(Path(sys.executable).with_name("tensorboard"))
-    )
+    tensorboard = _typed(Path(sys.executable).with_name("tensorboard"))
     installed = Path(sys.argv[0]).name == "ablation-train"
-    launcher = "ablation-train" if installed else _typed(ROOT / "run_llama_train.sh")
+    launcher = _typed(Path(sys.argv[0]) if installed else ROOT / "run_llama_train.sh")
     settings = "".join(f"{n}={shlex.quote(os.environ[n])} " for n in ("NGPU", "CONFIG_FILE") if os.environ.get(n))
     curves = shlex.join([tensorboard, "--logdir", folder])
     again = settings + shlex.join([launcher, *arguments, "--debug.seed", str(seed + 1)])
@@ -197,7 +195,9 @@ def next_commands(folder: str, arguments: list[str], seed: int) -> str:
 
 
 def _typed(path: Path) -> str:
-    """A program's path as one would type it in the working directory."""
+    """A program as one would type it in the working directory: by name alone if it is on PATH."""
+    if shutil.which(path.name):
+        return path.name
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else os.path.join(".", relative)
 
