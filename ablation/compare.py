@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from ablation.document import Numbers
 from ablation.report import write_report
 from ablation.result import Rule, build_result
 from ablation.runs import find_runs
-from ablation.wording import decision_line, expectation_line, loss_cell, metric_cell, speed_cell
+from ablation.wording import decision_line, expectation_line, loss_cell, memory_cell, metric_cell, speed_cell
 from config.errors import ConfigError
 
 
@@ -23,7 +24,12 @@ def main(args: list[str]) -> int:
         "runs", nargs="+", type=Path, metavar="RUNS", help="an ablation's output directory, or run directories"
     )
     parser.add_argument(
-        "--against", type=Path, help="older output directory of the same ablation, bridged over the baseline"
+        "--against",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="DIR",
+        help="older outputs of the same ablation, bridged over the baseline",
     )
     parser.add_argument("--out", type=Path, help="where the report goes (default: report/ beside the arms)")
     plain = parser.add_argument_group("for runs of no ablation", "an ablation's file says these for its runs")
@@ -46,7 +52,7 @@ def main(args: list[str]) -> int:
 
 
 def compare_directories(
-    paths: list[Path], against: Path | None = None, out: Path | None = None, rule: Rule | None = None
+    paths: Sequence[Path], against: Sequence[Path] = (), out: Path | None = None, rule: Rule | None = None
 ) -> tuple[dict[str, Any], Path]:
     """The result of comparing directories, and the folder its report belongs in.
 
@@ -59,7 +65,7 @@ def compare_directories(
             "compare: --metric, --step and --equivalent_within are for plain runs; these were decided in "
             f"{runs[0].record['ablation'].get('file', 'their ablation file')}, [ablation.decide]"
         )
-    older = find_runs([against]) if against else []
+    older = find_runs(against) if against else []
     folder = Path(os.path.commonpath([path.resolve() for path in paths]))
     if (folder / "run.json").exists():
         folder = folder.parent
@@ -79,7 +85,7 @@ def console(result: dict[str, Any]) -> str:
         rows.append([
             c["arm"], c["loss"]["phrase"], loss_cell(numbers, i).text,
             c["speed"]["phrase"], speed_cell(numbers, i).text,
-            metric_cell(numbers, i, "peak active memory").text.removesuffix(" GiB"),
+            memory_cell(numbers, i).text.removesuffix(" GiB"),
             metric_cell(numbers, i, "device-hours of the run").text, c["tier"],
         ])  # fmt: skip
         told = [item for item in c["validity"] if item["status"] != "ok"]

@@ -140,9 +140,12 @@ def checklist(runs: Sequence[Run], comparisons: Sequence[dict[str, Any]]) -> lis
     told = [f"{arm} {_millions(total)} / {_millions(active)}" for arm, (total, active) in sizes.items()]
     add("total and active parameters", "; ".join(told))
     peaks = [
-        row for c in comparisons for row in c["metrics"] if row["name"] == "peak active memory" and row["candidate"]
+        row
+        for c in comparisons
+        for row in c["metrics"]
+        if row["name"] in ("peak active memory", "peak resident memory") and row["candidate"]
     ]
-    add("memory", f"peak active memory in the paired table of {len(peaks)} arms" if peaks else "")
+    add("memory", f"peak memory in the paired table of {len(peaks)} arms" if peaks else "")
     tags = {tag for run in runs for line in run.lines[-1:] for tag in line if tag.startswith("moe/")}
     if sparse:
         add("expert and device load", ", ".join(sorted(tags)[:4]))

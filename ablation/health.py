@@ -10,6 +10,7 @@ from ablation.measures import median_step, value_at_tokens, warmup_end
 from ablation.runs import TRAIN_LOSS, Run
 from ablation.sides import Item, Sides, listed
 
+MFU_TAGS = ("mfu(%)", "mfu_causal(%)")
 SHORT_WINDOW = 20  # steps that count for throughput; fewer make the median a guess
 
 
@@ -67,23 +68,32 @@ def _interleaved(sides: Sides) -> Item:
 
 
 def _clocks(sides: Sides) -> Item:
-    name = "clocks not throttled"
-    odd, unknown = [], False
-    for run in sides.runs:
-        clocks = run.environment.get("clocks")
-        unknown |= not clocks
-        for key, value in (clocks or {}).items():
-            if "throttl" in key and value not in (None, False, 0, "", [], "Not Active", "none"):
-                odd.append(f"{run.name}: {key} {value}")
+    """Nothing recorded as throttled, and the same limits of clock and power on both sides."""
+    name, limits = "clocks not throttled", ("max_sm_mhz", "power_limit_w")
+    if all(not run.environment.get("gpu_name") for run in sides.runs):
+        return Item(name, "ok", "no GPU", ("speed",))
+    clocks = {run.name: run.environment.get("clocks") or {} for run in sides.runs}
+    odd = [
+        f"{run}: {key} {value}"
+        for run, told in clocks.items()
+        for key, value in told.items()
+        if "throttl" in key and value not in (None, False, 0, "", [], "Not Active", "none")
+    ]
+    for limit in limits:
+        values = {told[limit] for told in clocks.values() if told.get(limit) is not None}
+        if len(values) > 1:
+            odd.append(f"{limit} {listed(sorted(values))}")
     if odd:
         return Item(name, "INVALID", "; ".join(odd), ("speed",))
+    unknown = not all(clocks.values())
     return Item(name, "warning" if unknown else "ok", "clocks not recorded" if unknown else "", ("speed",))
 
 
 def _below_peak(sides: Sides) -> Item:
     odd = []
     for run in sides.runs:
-        step, highest = max(run.series("mfu(%)"), key=lambda point: point[1], default=(0, 0.0))
+        points = [point for tag in MFU_TAGS for point in run.series(tag)]
+        step, highest = max(points, key=lambda point: point[1], default=(0, 0.0))
         if highest > 100.0:
             odd.append(f"{run.name}: MFU {highest:.1f} % at step {step}")
     reason = "; ".join(odd) + ": above the device's peak, a measuring error" if odd else ""

@@ -167,6 +167,7 @@ MEASURES = (
     Measure("MFU", "%", True, _median("mfu(%)"), "of the device's peak, as logged"),
     Measure("TFLOP/s", "TFLOP/s", True, _median("tflops"), "as logged"),
     Measure("peak active memory", "GiB", False, _peak("memory/max_active(GiB)")),
+    Measure("peak resident memory", "GiB", False, _peak("memory/max_rss(GiB)"), "of the host"),
     Measure("peak reserved memory", "GiB", False, _peak("memory/max_reserved(GiB)")),
     Measure("exposed communication", "% of step", False, _median("comm/exposed(%)"), "profiled steps only"),
     Measure("total communication", "% of step", False, _median("comm/total(%)"), "profiled steps only"),

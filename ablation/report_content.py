@@ -27,6 +27,7 @@ from ablation.wording import (
     expectation_line,
     loss_cell,
     loss_decimals,
+    memory_cell,
     metric_cell,
     seed_mark,
     speed_cell,
@@ -83,7 +84,7 @@ def _first_screen(result: dict[str, Any]) -> list[Block]:
         facts = [
             ("loss difference", loss_cell(numbers, i)),
             ("tokens/s/device", speed_cell(numbers, i)),
-            ("peak memory", metric_cell(numbers, i, "peak active memory")),
+            ("peak memory", memory_cell(numbers, i)),
             ("device-hours", metric_cell(numbers, i, "device-hours of the run")),
             ("validity", cell(f"{c['tier']}, {words}", tone=tone)),
             ("seeds", cell(seed_mark(max(c["loss"]["n"], c["speed"]["n"])))),

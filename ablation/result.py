@@ -123,7 +123,7 @@ def build_result(runs: Sequence[Run], older: Sequence[Run] = (), rule: Rule | No
         baseline_label = _label(arms, arms.baseline, count)
         candidates = {n: t for n, t in tuned.items() if t is not None and n != arms.baseline}
         paired = _paired_seeds(arms.question, [t.runs for t in candidates.values()], base.runs)
-        bands[baseline_label] = noise_bands(base.runs, paired, metric, tokens)
+        bands[baseline_label] = noise_bands(base.noise, paired, metric, tokens)
         first = _side(base.runs, paired)
         chosen[baseline_label] = first
         tunes.update({_label(arms, n, count): t.points for n, t in tuned.items() if t is not None and t.points})

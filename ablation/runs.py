@@ -19,11 +19,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ablation.differences import NAMING_KEYS
 from config.errors import ConfigError
 
-# Keys that name a run and do not change what it trains.
-NAMING_KEYS = frozenset({"job.config_file", "job.run_dir", "job.description", "job.dump_folder", "job.dry_run"})
-SEED_KEYS = frozenset({"debug.seed", "debug.init_seed", "debug.data_seed", "debug.noise_seed"})
+# Keys that name a run or its luck, and not what is trained.
+HIDDEN_KEYS = frozenset(NAMING_KEYS) | {"debug.seed", "debug.init_seed", "debug.data_seed", "debug.noise_seed"}
 TRAIN_LOSS = "loss_metrics/global_avg_loss"
 VALIDATION_LOSS = "validation_metrics/loss"
 
@@ -90,8 +90,8 @@ class Run:
     @cached_property
     def identity(self) -> tuple[tuple[str, str], ...]:
         """The resolved configuration without seeds and names: equal for runs of one arm."""
-        hidden = NAMING_KEYS | SEED_KEYS
-        return tuple(sorted((k, json.dumps(v, sort_keys=True)) for k, v in self.config.items() if k not in hidden))
+        items = ((key, json.dumps(value, sort_keys=True)) for key, value in self.config.items())
+        return tuple(sorted(item for item in items if item[0] not in HIDDEN_KEYS))
 
     def series(self, tag: str) -> list[tuple[int, float]]:
         """(step, value) of every line that holds the tag, in order. Not-a-number values are kept."""
@@ -148,23 +148,33 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _metric_lines(path: Path) -> list[dict[str, Any]]:
-    """Lines by step; a step logged twice (a resumed run) counts once, as last written. A torn last line is a kill:
-    dropped.
-    """
-    if not path.exists():
-        return []
-    by_step: dict[int, dict[str, Any]] = {}
-    texts = path.read_text(encoding="utf-8").splitlines()
+    """Lines of one metrics.jsonl; a torn last line is a kill: dropped."""
+    lines = []
+    texts = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     for number, text in enumerate(texts, start=1):
         try:
             line = json.loads(text)
-            by_step[int(line["step"])] = line
+            lines.append(line | {"step": int(line["step"])})
         except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             if number < len(texts):
                 raise ConfigError(
                     f"{path}, line {number}: not a metrics object ({error}); leave this run out"
                 ) from None
-    return [by_step[step] for step in sorted(by_step)]
+    return lines
+
+
+def _merged_lines(path: Path) -> list[dict[str, Any]]:
+    """Lines by step over all attempts: where a run continued from a checkpoint, what came before lies in attempts/.
+
+    A later attempt replaces everything from its own first step on.
+    """
+    attempts = sorted((path / "attempts").glob("[0-9]*"), key=lambda folder: int(folder.name))
+    merged: dict[int, dict[str, Any]] = {}
+    for folder in (*attempts, path):
+        lines = _metric_lines(folder / "metrics.jsonl")
+        first = min((line["step"] for line in lines), default=math.inf)
+        merged = {step: line for step, line in merged.items() if step < first} | {line["step"]: line for line in lines}
+    return [merged[step] for step in sorted(merged)]
 
 
 def read_run(path: Path) -> Run:
@@ -198,7 +208,7 @@ def read_run(path: Path) -> Run:
         config=config,
         record=record,
         environment=_json(path / "environment.json"),
-        lines=_metric_lines(path / "metrics.jsonl"),
+        lines=_merged_lines(path),
         state=state,
         finish=finish,
         patch_hash=hashlib.sha256(patch.read_bytes()).hexdigest() if patch.exists() else "",
@@ -258,7 +268,7 @@ def config_difference(baseline: Run, candidate: Run) -> dict[str, tuple[Any, Any
     """Keys whose resolved values differ, seeds and names apart: key -> (baseline's, candidate's); None where
     absent.
     """
-    keys = (baseline.config.keys() | candidate.config.keys()) - NAMING_KEYS - SEED_KEYS
+    keys = (baseline.config.keys() | candidate.config.keys()) - HIDDEN_KEYS
     pairs = {key: (baseline.config.get(key), candidate.config.get(key)) for key in sorted(keys)}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 

@@ -8,15 +8,15 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ablation.differences import is_inert
 from ablation.runs import Run, config_difference
 from ablation.sides import Item, Part, Sides, Status, declared_variables, listed
+from config.keys import all_keys
 from config.keys import companions as companion_parents
 
 TOKENS_A_STEP_KEYS = frozenset({"training.global_batch_size", "training.seq_len"})
-VERSION_KEYS = (
-    "python", "torch", "cuda", "cudnn", "nccl", "driver", "triton", "torchtitan", "liger_kernel", "flash_attn",
-    "matmul_precision", "env",
-)  # fmt: skip
+# What environment.json says about the place and the source; all else in it are versions and settings.
+NO_VERSIONS = frozenset({"hostname_hash", "gpu_name", "cpu", "clocks", "deterministic"})
 
 
 def companions(keys: Iterable[str]) -> set[str]:
@@ -32,13 +32,10 @@ def companions(keys: Iterable[str]) -> set[str]:
 
 def effective_difference(baseline: Run, candidate: Run) -> dict[str, tuple[Any, Any]]:
     """``config_difference`` without keys that have no effect on either side because of their parents' values."""
-
-    def inert(key: str, config: dict[str, Any]) -> bool:
-        parent, values = companion_parents().get(key, ("", ()))
-        return bool(parent) and (config.get(parent) not in values or inert(parent, config))
-
+    defaults = {name: key.default for name, key in all_keys().items()}
+    sides = [defaults | run.config for run in (baseline, candidate)]
     pairs = config_difference(baseline, candidate)
-    return {k: pair for k, pair in pairs.items() if not (inert(k, baseline.config) and inert(k, candidate.config))}
+    return {key: pair for key, pair in pairs.items() if not all(is_inert(key, side) for side in sides)}
 
 
 def change_of(sides: Sides) -> tuple[set[str], set[str], list[str]]:
@@ -196,7 +193,9 @@ def _versions(sides: Sides) -> Item:
     name = "same versions and environment variables"
     odd = set()
     for b, c in _over_pairs(sides):
-        for key in VERSION_KEYS:
+        for key in sorted(b.environment.keys() | c.environment.keys()):
+            if key in NO_VERSIONS or key.startswith("git_"):
+                continue
             mine, other = b.environment.get(key), c.environment.get(key)
             if mine != other:
                 odd.add(f"seed {c.seed}: {key} {mine} and {other}")

@@ -24,6 +24,8 @@ class Tuned:
     runs: list[Run]
     points: list[dict[str, Any]]
     items: list[Item]
+    noise: list[Run]
+    """Runs of the point that has most of them, which is where the baseline's A/A runs are."""
 
 
 def best_point(runs: Sequence[Run], question: dict[str, Any], metric: str, tokens: float) -> Tuned:
@@ -36,18 +38,21 @@ def best_point(runs: Sequence[Run], question: dict[str, Any], metric: str, token
     for run in runs:
         points.setdefault(json.dumps(run.tune, sort_keys=True), []).append(run)
     if len(points) == 1 and not question.get("tune"):
-        return Tuned(list(runs), [], [])
+        return Tuned(list(runs), [], [], list(runs))
+    asked = {str(seed) for seed in question.get("seeds") or []} or {run.seed for run in runs}
     sign = 1.0 if lower_is_better(metric) else -1.0
     rows: list[dict[str, Any]] = []
     for members in points.values():
-        values = [value_at_tokens(run, metric, tokens) for run in members if run.repeat == 0]
+        ranked_runs = [run for run in members if run.repeat == 0 and run.seed in asked]
+        values = [value_at_tokens(run, metric, tokens) for run in ranked_runs]
         known = [v for v in values if v is not None and math.isfinite(v)]
         rows.append({"values": members[0].tune, "mean": mean(known) if known else None, "n": len(known), "best": False})
     ranked = [(sign * row["mean"], index) for index, row in enumerate(rows) if row["mean"] is not None]
     best = min(ranked)[1] if ranked else 0
     rows[best]["best"] = True
     chosen = list(points.values())[best]
-    return Tuned(chosen, rows, [_complete(rows, question, runs[0].arm), _inside(rows, chosen[0])])
+    items = [_complete(rows, question, runs[0].arm), _inside(rows, chosen[0])]
+    return Tuned(chosen, rows, items, max(points.values(), key=len))
 
 
 def _complete(rows: list[dict[str, Any]], question: dict[str, Any], arm: str) -> Item:

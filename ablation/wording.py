@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ablation.document import Cell, Number, Numbers, Tone, cell, digits
+from ablation.document import DASH, Cell, Number, Numbers, Tone, cell, digits
 
 TONES: dict[str, Tone] = {
     "better": "good", "worse": "bad", "INVALID": "bad", "inconclusive": "warning", "equivalent": "even",
@@ -30,12 +30,18 @@ def metric_cell(numbers: Numbers, index: int, name: str) -> Cell:
     """Difference or ratio of one metric of comparison ``index``, with its unit; a dash if not measured."""
     row = find_metric(numbers.result["comparisons"][index], name)
     if row is None:
-        return cell("–", tone="muted")
+        return cell(DASH, tone="muted")
     entry = numbers.result["comparisons"][index]["metrics"][row]
     path = f"comparisons/{index}/metrics/{row}/value"
     if entry["value"] is not None and entry["kind"] == "ratio":
         return numbers.change(path)
     return numbers.plain(path, 2, sign=True, unit=f" {entry['unit']}")
+
+
+def memory_cell(numbers: Numbers, index: int) -> Cell:
+    """Peak memory of the device, or of the host where there is no other."""
+    device = find_metric(numbers.result["comparisons"][index], "peak active memory") is not None
+    return metric_cell(numbers, index, "peak active memory" if device else "peak resident memory")
 
 
 def verdict_cell(part: dict[str, Any]) -> Cell:
@@ -76,8 +82,9 @@ def verdict_line(result: dict[str, Any], index: int) -> str:
         f"tokens/s {speed_cell(numbers, index).text}, {c['speed']['phrase']}",
         f"loss {loss_cell(numbers, index).text}, {c['loss']['phrase']}",
     ]
-    if find_metric(c, "peak active memory") is not None:
-        parts.append(f"peak memory {metric_cell(numbers, index, 'peak active memory').text}")
+    memory = memory_cell(numbers, index).text
+    if memory != DASH:
+        parts.append(f"peak memory {memory}")
     n = max(c["loss"]["n"], c["speed"]["n"])
     end = f"{seed_mark(n)}, {hardware(result, c['devices'])}, {c['tier']}"
     return f"{c['arm']} vs {c['baseline']}: {'; '.join(parts)} ({end})"

@@ -146,7 +146,15 @@ def test_tuned_arms_meet_at_their_best_points(tmp_path):
                     tune={"optimizer.lr": rate},
                 )  # fmt: skip
                 order += 1
+    # The A/A runs take the middle point: on the same seed again, and on a disjoint one.
+    for seed, repeat in ((1, 2), (2, 2), (3, 0), (4, 0)):
+        write_run(
+            tmp_path / "q" / "wd_0.1" / "lr-0.0003" / f"seed{seed}-1gpu-repeat{repeat}", name="q",
+            arm="wd_0.1", seed=seed, truth=Arm(three_arms()["wd_0.1"].config), question=question, order=order,
+            repeat=repeat, tune={"optimizer.lr": 3e-4},
+        )  # fmt: skip
     result = result_of(tmp_path / "q")
+    assert result["aa"]["wd_0.1"]["loss"]["runs"] == 4 and result["aa"]["wd_0.1"]["speed"]["runs"] == 4
     comparison = by_arm(result)["wd_0.01"]
     assert comparison["loss"]["value"] == pytest.approx(-0.02, abs=0.006)
     edge = [item for item in comparison["validity"] if item["name"] == "tuned optimum inside the grid"]

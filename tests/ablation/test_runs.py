@@ -143,3 +143,17 @@ def test_differences_leave_out_seeds_and_names(tmp_path):
     assert config_difference(a, b) == {"model.dim": (None, 64), "optimizer.lr": (8e-4, 1e-3)}
     moved = derived_difference(a, b)
     assert moved["derived.gradient_accumulation_steps"] == (2, 1) and moved["world_size"] == (1, 2)
+
+
+def test_a_run_continued_from_a_checkpoint_is_read_over_its_attempts(tmp_path):
+    path = write_run(tmp_path / "r")
+    whole = read_run(path)
+    lines = (path / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
+    # Killed after step 35, continued from a checkpoint at step 20: steps 25 to 35 ran twice, and count once.
+    (path / "attempts" / "1").mkdir(parents=True)
+    lost = [json.dumps(json.loads(line) | {"grad_norm": 99.0}) for line in lines[steps.index(25) : steps.index(35) + 1]]
+    (path / "attempts" / "1" / "metrics.jsonl").write_text("\n".join([*lines[: steps.index(25)], *lost]) + "\n")
+    (path / "metrics.jsonl").write_text("\n".join(lines[steps.index(25) :]) + "\n")
+    run = read_run(path)
+    assert run.lines == whole.lines and run.steady_times == whole.steady_times and run.attempts == 1

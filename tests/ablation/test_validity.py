@@ -257,6 +257,12 @@ def test_throttled_clocks(folder):
     expect(folder, "clocks not throttled", "INVALID", "SW power cap", loss=False)
 
 
+def test_other_limits_of_clock_or_power(folder):
+    edit(folder, "environment.json", {"clocks": {"sm_mhz": 1980, "power_limit_w": 500.0}})
+    edit(folder, "environment.json", {"clocks": {"sm_mhz": 1980, "power_limit_w": 700.0}}, ("wd_0.1", "seed1-1gpu"))
+    expect(folder, "clocks not throttled", "INVALID", "power_limit_w 500.0, 700.0", loss=False)
+
+
 def test_a_rate_above_the_peak_is_a_measuring_error(folder):
     edit_lines(folder, lambda line: line.update({"mfu(%)": 104.0}) if line["step"] == 35 else None)
     expect(folder, "rates below the device's peak", "INVALID", "MFU 104.0 % at step 35", loss=False)
