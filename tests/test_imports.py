@@ -36,8 +36,8 @@ class Rule:
 
 
 TABLE = {
-    "config": Rule(may=("tomli", "tomli_w", "tyro")),
-    "ablation": Rule(may=("config", "tomli", "tomli_w", "tyro"), lazily=("numpy", "matplotlib", "tensorboard")),
+    "config": Rule(may=("tomli", "tomli_w")),
+    "ablation": Rule(may=("config", "tomli", "tomli_w"), lazily=("numpy", "matplotlib", "tensorboard")),
     "data": Rule(
         may=("config", "titan", "torch", "datasets", "tokenizers", "numpy"),
         lazily=("pyarrow",),
