@@ -86,7 +86,7 @@ def console(result: dict[str, Any]) -> str:
             c["arm"], c["loss"]["phrase"], loss_cell(numbers, i).text,
             c["speed"]["phrase"], speed_cell(numbers, i).text,
             memory_cell(numbers, i).text.removesuffix(" GiB"),
-            metric_cell(numbers, i, "device-hours of the run").text, c["tier"],
+            metric_cell(numbers, i, "device-hours").text, c["tier"],
         ])  # fmt: skip
         told = [item for item in c["validity"] if item["status"] != "ok"]
         remarks += [f"{c['arm']}: {item['status']}: {item['name']}: {item['reason']}" for item in told]

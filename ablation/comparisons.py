@@ -11,9 +11,9 @@ from ablation.measures import (
     MEASURES,
     Measure,
     lower_is_better,
+    seconds_at_tokens,
     seconds_to_reach,
     throughput,
-    training_seconds,
     value_at_seconds,
     value_at_tokens,
 )
@@ -212,18 +212,12 @@ def metric_row(measure: Measure, sides: Sides, paired: bool) -> dict[str, Any] |
     }  # fmt: skip
 
 
-def _seconds_at_decision(run: Run, tokens: float) -> float | None:
-    seconds = training_seconds(run)
-    step = round(tokens / run.tokens_per_step)
-    return seconds.get(step)
-
-
 def equal_time(sides: Sides) -> dict[str, Any] | None:
     """The metric of both sides after the same training seconds: for each pair, when the quicker of the two reaches
     the decision. Only pairs count; None without one."""
     differences: Values = {}
     for base, candidate in sides.pairs:
-        times = [_seconds_at_decision(run, sides.tokens) for run in (base, candidate)]
+        times = [seconds_at_tokens(run, sides.tokens) for run in (base, candidate)]
         if times[0] is None or times[1] is None:
             continue
         limit = min(times[0], times[1])
@@ -250,7 +244,7 @@ def cost_to_baseline_loss(sides: Sides) -> dict[str, Any] | None:
         return None
     own, needed, logs = {}, {}, {}
     for base, candidate in sides.pairs:
-        target, ended = value_at_tokens(base, sides.metric, sides.tokens), _seconds_at_decision(base, sides.tokens)
+        target, ended = value_at_tokens(base, sides.metric, sides.tokens), seconds_at_tokens(base, sides.tokens)
         if target is None or not math.isfinite(target) or not ended:
             continue
         own[base.seed] = ended * base.world_size / 3600.0

@@ -118,13 +118,11 @@ def checklist(runs: Sequence[Run], comparisons: Sequence[dict[str, Any]]) -> lis
         rows.append({"item": item, "state": state or ("filled" if text else "missing"), "text": text})
 
     env = environment(runs)
-    devices = env.get("gpu_name") or env.get("cpu") or []
+    devices = [name for name in env.get("gpu_name", []) if name != "null"] or env.get("cpu", [])
     topology = env.get("topology") or env.get("gpu_topology") or []
     counts = sorted({run.world_size for run in runs})
     single = counts == [1]
-    hardware = (
-        f"{', '.join(str(n) for n in counts)} x {' / '.join(d for d in devices if d != 'null')}" if devices else ""
-    )
+    hardware = f"{', '.join(map(str, counts))} x {' / '.join(devices)}" if devices else ""
     add("hardware", hardware)
     add("topology", "one device" if single else " / ".join(topology), "not applicable" if single else "")
     baseline = env.get("comm_baseline") or []

@@ -56,6 +56,11 @@ def training_seconds(run: Run) -> dict[int, float]:
     return seconds
 
 
+def seconds_at_tokens(run: Run, tokens: float) -> float | None:
+    """Training seconds until ``tokens`` tokens, interpolated within a step; None where the run did not get that far."""
+    return _interpolate([(step * run.tokens_per_step, s) for step, s in training_seconds(run).items()], tokens)
+
+
 def loss_over_seconds(run: Run, tag: str) -> list[tuple[float, float]]:
     """(training seconds, value) of the tag."""
     seconds = training_seconds(run)
@@ -138,9 +143,9 @@ def _gpu_seconds_a_million(run: Run, _: float) -> float | None:
     return None if rate is None else 1e6 / rate
 
 
-def _gpu_hours(run: Run, _: float) -> float | None:
-    seconds = training_seconds(run)
-    return max(seconds.values()) * run.world_size / 3600.0 if seconds else None
+def _device_hours(run: Run, tokens: float) -> float | None:
+    seconds = seconds_at_tokens(run, tokens)
+    return seconds * run.world_size / 3600.0 if seconds else None
 
 
 @dataclass(frozen=True)
@@ -175,5 +180,7 @@ MEASURES = (
     Measure("compile and warm-up", "s", False, _excluded_seconds, "reported, not part of any rate"),
     Measure("gradient-norm spikes", "lines", False, _spikes, f"log lines above {SPIKE:g} times the median"),
     Measure("device time a million tokens", "device-s", True, _gpu_seconds_a_million),
-    Measure("device-hours of the run", "device-h", True, _gpu_hours, "without compilation, checkpoints and validation"),
+    Measure(
+        "device-hours", "device-h", True, _device_hours, "to the decision, without compilation, checkpoints, validation"
+    ),
 )

@@ -85,7 +85,7 @@ def _first_screen(result: dict[str, Any]) -> list[Block]:
             ("loss difference", loss_cell(numbers, i)),
             ("tokens/s/device", speed_cell(numbers, i)),
             ("peak memory", memory_cell(numbers, i)),
-            ("device-hours", metric_cell(numbers, i, "device-hours of the run")),
+            ("device-hours", metric_cell(numbers, i, "device-hours")),
             ("validity", cell(f"{c['tier']}, {words}", tone=tone)),
             ("seeds", cell(seed_mark(max(c["loss"]["n"], c["speed"]["n"])))),
         ]

@@ -141,6 +141,13 @@ def test_the_checklist_marks_what_is_missing(tmp_path):
     assert "6.84 B / 1.21 B" in parameters["text"]
 
 
+def test_without_a_gpu_the_hardware_is_the_cpu(tmp_path):
+    folder = write_ablation(tmp_path, three_arms(), environment={"gpu_name": None, "clocks": None})
+    result, _ = compare_directories([folder])
+    assert {row["item"]: row["text"] for row in result["checklist"]}["hardware"] == "1 x Example CPU"
+    assert all(item["status"] == "ok" for c in result["comparisons"] for item in c["validity"])
+
+
 def test_expert_load_is_drawn_when_it_was_logged(tmp_path):
     def load(line: dict[str, Any]) -> None:
         line |= {"moe/load/layer_00": [10, 30, 20, 20], "moe/load/layer_01": [80, 0, 0, 0]}
