@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ablation.document import Numbers
+from ablation.document import DASH, Numbers, Table
 from ablation.report import write_report
+from ablation.report_evidence import noise_blocks
 from ablation.result import Rule, build_result
 from ablation.runs import find_runs
 from ablation.wording import decision_line, expectation_line, loss_cell, memory_cell, metric_cell, speed_cell
@@ -94,4 +95,7 @@ def console(result: dict[str, Any]) -> str:
             remarks.append(f"{c['arm']}: {expectation_line(c)}")
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if not result["comparisons"]:
+        tables = [block for block in noise_blocks(result) if isinstance(block, Table)]
+        lines = ["  ".join(cell.text for cell in row if cell.text != DASH) for table in tables for row in table.rows]
     return "\n".join([f"{result['name']}, against {result['baseline']}", *lines, *remarks, decision_line(result).text])

@@ -21,7 +21,7 @@ from ablation.document import (
     cell,
     decimals_of_spread,
 )
-from ablation.report_evidence import evidence_blocks
+from ablation.report_evidence import evidence_blocks, noise_blocks
 from ablation.wording import (
     decision_line,
     expectation_line,
@@ -52,6 +52,8 @@ def content(result: dict[str, Any], figures: set[str], note: str = "") -> list[B
     """The blocks of a report. ``figures``: names that were drawn; ``note``: why there are none."""
     blocks: list[Block] = [*_first_screen(result), *([Text(note, "warning")] if note else [])]
     blocks.append(_pictures(figures, ("verdict_loss", "verdict_speed")))
+    if not result["comparisons"]:
+        blocks += noise_blocks(result)
     blocks += _question(result)
     blocks += _validity(result)
     blocks += _paired_tables(result)
@@ -61,7 +63,7 @@ def content(result: dict[str, Any], figures: set[str], note: str = "") -> list[B
     ]
     if "expert_load" in figures:
         blocks += [Heading("Expert load"), _pictures(figures, ("expert_load",))]
-    blocks += evidence_blocks(result)
+    blocks += [*(noise_blocks(result) if result["comparisons"] else []), *evidence_blocks(result)]
     return [block for block in blocks if not (isinstance(block, Pictures) and not block.names)]
 
 

@@ -10,11 +10,11 @@ from ablation.wording import loss_decimals
 
 
 def evidence_blocks(result: dict[str, Any]) -> list[Block]:
-    """The blocks after the curves."""
-    return [*_noise(result), *_tuning(result), *_environment(result), *_checklist(result), *_appendix(result)]
+    """The blocks after the curves and the noise."""
+    return [*_tuning(result), *_environment(result), *_checklist(result), *_appendix(result)]
 
 
-def _noise(result: dict[str, Any]) -> list[Block]:
+def noise_blocks(result: dict[str, Any]) -> list[Block]:
     """A/A: the baseline against itself, and its drift since an older directory."""
     numbers, rows = Numbers(result), []
     for label, aa in result["aa"].items():

@@ -123,6 +123,14 @@ def test_only_a_a(tmp_path):
     assert result["comparisons"] == [] and result["aa"]["wd_0.1"]["loss"]["against_itself"]["n"] == 3
 
 
+def test_the_console_of_only_a_a_tells_the_noise(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("ablation.report.draw_all", lambda result: {})
+    folder = write_ablation(tmp_path, {"wd_0.1": Arm()}, question={"variable": ""})
+    assert main([str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "disjoint seeds, A against A" in out and "6 runs; loss identical" in out
+
+
 def test_device_counts_are_compared_apart(tmp_path):
     folder = write_ablation(tmp_path, three_arms(), gpus=1)
     write_ablation(tmp_path, three_arms(), gpus=2)
