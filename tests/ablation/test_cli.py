@@ -135,3 +135,31 @@ def test_every_question_has_a_script_that_runs_it(path):
     )
     assert done.returncode == 0, done.stderr
     assert path.name in done.stdout
+
+
+def test_slurm_array(question_file, tmp_path):
+    """A stand-in for sbatch, which runs the first two tasks and then the last job at once."""
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text(
+        """#!/usr/bin/env bash
+echo "$@" >> submitted
+script="${@: -1}"
+case "$*" in
+    *--array*) for task in 1 2; do SLURM_ARRAY_TASK_ID=$task bash "$script" >> tasks 2>&1; done ;;
+    *) bash "$script" --dry_run >> last 2>&1 ;;
+esac
+echo 17
+"""
+    )
+    sbatch.chmod(0o755)
+    path = f"{sbatch.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = [ROOT / "ablation" / "slurm_array.sh", "rates.toml", "--time=1:00:00"]
+    done = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "submitted 6 runs of rates.toml as job 17" in done.stdout
+    array, last = Path("submitted").read_text().splitlines()
+    assert array.startswith("--parsable --array=1-6%1 --time=1:00:00") and "--dependency=afterany:17" in last
+    tasks = Path("tasks").read_text()
+    assert "run 1 of 6: low seed 1" in tasks and "run 2 of 6" in tasks
+    assert "2 of 6 runs done, 4 to go" in Path("last").read_text()
