@@ -28,6 +28,7 @@ from data.build import build_data
 from data.pipeline import DataPipeline
 from model.attention import attention_backend
 from model.decoder import Decoder
+from model.expert_step import ExpertStep
 from model.initial_weights import draw, initial_value
 from model.loss import cross_entropy_sum
 from parallelisms import process_group
@@ -55,7 +56,13 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> Decoder:
     """
     shape = resolve_shape(config.model, config.moe)
     with torch.device("meta"):
-        model = Decoder(shape, attention_backend(config.attention.backend), max_positions=config.training.seq_len)
+        model = Decoder(
+            shape,
+            attention_backend(config.attention.backend),
+            max_positions=config.training.seq_len,
+            moe=config.moe,
+            noise_seed=seeds(config)["noise_seed"],
+        )
 
     def initial(name: str, size: torch.Size, device: torch.device) -> torch.Tensor:
         return draw(name, size, initial_value(name, shape), seeds(config)["init_seed"], device)
@@ -84,6 +91,20 @@ def build_step(
         set_gradient_sync=set_gradient_sync,
         max_norm=config.training.max_norm,
         accept=accept,
+        experts=build_expert_step(config, model, mesh),
+    )
+
+
+def build_expert_step(config: Config, model: Decoder, mesh: Mesh) -> ExpertStep | None:
+    """What a step does for the experts of ``model``; None for a dense model."""
+    if model.shape.moe is None:
+        return None
+    return ExpertStep(
+        model,
+        config.moe,
+        total_steps=config.training.steps,
+        data_ranks=mesh.dp_degree,
+        all_reduce=mesh.sum_over_data,
     )
 
 
@@ -92,7 +113,7 @@ def seeds(config: Config) -> dict[str, int]:
     section = config.debug
     return {
         name: section.seed if getattr(section, name) is None else getattr(section, name)
-        for name in ("init_seed", "data_seed")
+        for name in ("init_seed", "data_seed", "noise_seed")
     }
 
 

@@ -62,6 +62,7 @@ class Balance(nn.Module):
         self.choose_by = self.rule.score if self.rule else "score"
         self.reduce_running: AllReduce | None = None  # set by the trainer for f_source = "running" on several ranks
         self.columns: list[torch.Tensor] = []
+        self.last_coefficients: tuple[float, ...] | None = None
         experts = shape.num_experts
         exact = torch.bfloat16 if moe.count_dtype == "bfloat16" else torch.int64
 
@@ -107,6 +108,7 @@ class Balance(nn.Module):
             buffer.zero_()
         self.noise_key.copy_(torch.tensor(self.key, dtype=torch.int64))
         self.columns.clear()
+        self.last_coefficients = None
         self.set_step(1, total_steps=1, balance_groups=1)
 
     def set_step(self, step: int, *, total_steps: int, balance_groups: int) -> None:
@@ -121,8 +123,10 @@ class Balance(nn.Module):
         left = decayed(moe.coeff_decay, step, moe.coeff_decay_steps or total_steps, moe.coeff_final_factor)
         aux = moe.extra_sequence_coeff if self.bias is not None else moe.aux_loss_coeff
         tau = moe.gumbel_tau * (decayed("linear", step, moe.gumbel_decay_steps, 0.0) if moe.gumbel_decay_steps else 1.0)
-        values = [aux * left / balance_groups, moe.z_loss_coeff * left / balance_groups, tau]
-        self.coefficients.copy_(torch.tensor(values))
+        values = (aux * left / balance_groups, moe.z_loss_coeff * left / balance_groups, tau)
+        if values != self.last_coefficients:  # a copy from the host stops it until the device has caught up
+            self.coefficients.copy_(torch.tensor(values))
+            self.last_coefficients = values
 
     def seen(self) -> torch.Tensor | None:
         """What the step counted so far, for a layer that needs it (f_source "running")."""
@@ -221,13 +225,17 @@ class Balance(nn.Module):
                 self._update_quantile(all_reduce)
             else:
                 self.bias.copy_(self.bias + bias_step(counts, moe.balance, moe.bias_update_rate))
-        if "global_counts" in self._buffers:
-            self.global_counts.zero_()
         if "previous_counts" in self._buffers:
             self.previous_counts.copy_(counts)
         self.load.copy_(torch.where(total > 0, counts, self.load))
-        for buffer in (self.counts, self.kept, self.tokens):
-            buffer.zero_()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what the present step counted."""
+        for name in ("counts", "kept", "tokens", "global_counts", "quantile_sum", "quantile_groups"):
+            if name in self._buffers:
+                getattr(self, name).zero_()
+        self.columns.clear()
 
     def _update_quantile(self, all_reduce: AllReduce) -> None:
         rule, bias = self.rule, self.bias
@@ -245,9 +253,6 @@ class Balance(nn.Module):
         if rule.center:
             new = new - new.mean()
         bias.copy_(torch.where(groups > 0, new, bias))
-        self.quantile_sum.zero_()
-        self.quantile_groups.zero_()
-        self.columns.clear()
 
 
 def bias_step(counts: torch.Tensor, rule: str, rate: float) -> torch.Tensor:

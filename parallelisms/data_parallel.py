@@ -23,6 +23,7 @@ def apply_fsdp(
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     reshard_after_forward: str,
+    router_dtype: torch.dtype | None = None,
 ) -> None:
     """Shard ``model`` in place with FSDP2: a unit a block, one for the embedding, one for the final norm and head.
 
@@ -33,6 +34,7 @@ def apply_fsdp(
         reduce_dtype: dtype of the gradient reduction.
         reshard_after_forward: "default", "always" or "never". The default frees every unit except the last, which the
             backward pass needs at once.
+        router_dtype: dtype of the gathered routers of a mixture of experts. None: there are none.
     """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     reshard = reshard_after_forward != "never"
@@ -46,6 +48,12 @@ def apply_fsdp(
             [norm, output], mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward == "always"
         )
     for block in model.get_submodule("layers").children():
+        if router_dtype is not None and hasattr(block, "moe"):
+            # A unit of its own, or the router's weights would be gathered in param_dtype.
+            router = MixedPrecisionPolicy(
+                param_dtype=router_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+            )
+            fully_shard(block.moe.router, mesh=mesh, mp_policy=router, reshard_after_forward=reshard)
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     for module in model.modules():

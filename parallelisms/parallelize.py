@@ -38,6 +38,9 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, draw: Draw, dev
             param_dtype=DTYPES[config.training.mixed_precision_param],
             reduce_dtype=DTYPES[config.training.mixed_precision_reduce],
             reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+            router_dtype=DTYPES[
+                "float64" if config.training.mixed_precision_param == "float64" else config.moe.router_dtype
+            ],
         )
     materialize(model, draw=draw, device=device)
     if mesh.replicated and not mesh.sharded and mesh.device_mesh is not None:

@@ -109,7 +109,7 @@ def _train(config: Config, steps: int) -> Trace:
             assert not missing, f"no gradient for {missing}"
             result.gradients.append(_full(gradients))
             result.norms.append(float(step.clip()))
-            step.optimizer.step()
+            step.update(batch)
             result.weights.append(_full(dict(named_parameters(model))))
             if dist.is_initialized():
                 dist.all_reduce(loss_sum, group=mesh.dp_mesh.get_group() if mesh.dp_mesh else None)

@@ -4,7 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ class MicroBatch(Protocol):
     labels: torch.Tensor
     positions: torch.Tensor | None
     document_ids: torch.Tensor | None
+    sample_ids: list[int]
     document_names: list[str]
     text_bytes: int
 
@@ -44,12 +45,24 @@ class StepResult:
 Accept = Callable[[StepBatch, StepResult], bool]
 
 
+class ExpertStep(Protocol):
+    """What a step does for a model with experts (model/expert_step.py)."""
+
+    def numbers(self, labels: torch.Tensor, sample_ids: list[int]) -> torch.Tensor: ...
+
+    def begin(self, step: int, micro_batches: Sequence[Any], route: Callable[[Any], None]) -> None: ...
+
+    def end(self, step: int) -> None: ...
+
+    def drop(self) -> None: ...
+
+
 @dataclass
 class TrainStep:
     """The parts of a step, and how they fit together.
 
     Args:
-        model: called with (tokens, positions, document_ids); returns logits.
+        model: called with (tokens, positions, document_ids), and numbers if it has experts; returns logits.
         loss: (logits, labels) -> the sum over valid tokens.
         optimizer: updates the model's parameters.
         device: where batches go.
@@ -57,6 +70,7 @@ class TrainStep:
         set_gradient_sync: (model, enabled) -> None, whether the next backward pass reduces gradients over ranks.
         max_norm: clipping threshold; 0 measures the norm and does not clip.
         accept: (batch, result) -> whether the update may be taken, asked after clipping.
+        experts: balances the load of a model that has experts.
     """
 
     model: nn.Module
@@ -67,20 +81,28 @@ class TrainStep:
     set_gradient_sync: Callable[[nn.Module, bool], None]
     max_norm: float
     accept: Accept
+    experts: ExpertStep | None = None
+
+    def inputs(self, micro_batch: MicroBatch) -> dict[str, torch.Tensor | None]:
+        """What the model is called with beside the tokens, on the device."""
+        inputs = {"positions": micro_batch.positions, "document_ids": micro_batch.document_ids}
+        if self.experts is not None:
+            inputs["numbers"] = self.experts.numbers(micro_batch.labels, micro_batch.sample_ids)
+        return {name: self._here(x) for name, x in inputs.items()}
+
+    def _here(self, x: torch.Tensor | None) -> torch.Tensor | None:
+        return None if x is None else x.to(self.device, non_blocking=True)
 
     def forward(self, micro_batch: MicroBatch) -> torch.Tensor:
         """Summed loss of one micro-batch on this rank."""
-
-        def here(x: torch.Tensor | None) -> torch.Tensor | None:
-            return None if x is None else x.to(self.device, non_blocking=True)
-
         with self.precision():
-            logits = self.model(
-                here(micro_batch.tokens),
-                positions=here(micro_batch.positions),
-                document_ids=here(micro_batch.document_ids),
-            )
-        return self.loss(logits, here(micro_batch.labels))  # type: ignore[arg-type]
+            logits = self.model(self._here(micro_batch.tokens), **self.inputs(micro_batch))
+        return self.loss(logits, self._here(micro_batch.labels))  # type: ignore[arg-type]
+
+    def route(self, micro_batch: MicroBatch) -> None:
+        """Run one micro-batch for the load of its experts alone."""
+        with self.precision():
+            self.model.count_global(self._here(micro_batch.tokens), **self.inputs(micro_batch))
 
     def forward_backward(self, batch: StepBatch) -> torch.Tensor:
         """Accumulate the gradient of the global mean loss; return this rank's loss sum.
@@ -88,6 +110,8 @@ class TrainStep:
         Every token weighs 1 / global_valid_tokens, on whichever rank and in whichever micro-batch it is: gradients
         only have to be summed.
         """
+        if self.experts is not None:
+            self.experts.begin(batch.step, batch.micro_batches, self.route)
         total = torch.zeros((), device=self.device)
         for i, micro_batch in enumerate(batch.micro_batches):
             self.set_gradient_sync(self.model, i == len(batch.micro_batches) - 1)
@@ -105,5 +129,13 @@ class TrainStep:
         self.optimizer.zero_grad()
         result = StepResult(self.forward_backward(batch), self.clip())
         if self.accept(batch, result):
-            self.optimizer.step()
+            self.update(batch)
+        elif self.experts is not None:
+            self.experts.drop()
         return result
+
+    def update(self, batch: StepBatch) -> None:
+        """Take the optimizer's step, then act on the load of the experts."""
+        self.optimizer.step()
+        if self.experts is not None:
+            self.experts.end(batch.step)
