@@ -49,12 +49,15 @@ TABLE = {
     "parallelisms": Rule(may=("config", "titan", "torch"), lazily=("torchao",)),
     "trainer": Rule(may=("config", "titan", "torch", "safetensors", "tomli"), lazily=("tensorboard", "triton")),
     "titan": Rule(may=("config", "torchtitan")),
-    "ablation_train": Rule(may=(), lazily=("config", "torch")),
+    "ablation_train": Rule(may=(), lazily=("config", "data", "trainer", "torch")),
 }
 
 
 def imports(source: str) -> Iterator[tuple[int, str, bool]]:
-    """(line, full dotted name, whether inside a function) of every import, ``from a import b`` as ``a.b``."""
+    """(line, full dotted name, whether loading the file leaves it out) of every import, ``from a import b`` as ``a.b``.
+
+    Left out are those inside a function and under ``if TYPE_CHECKING``.
+    """
 
     def walk(node: ast.AST, lazy: bool) -> Iterator[tuple[int, str, bool]]:
         for child in ast.iter_child_nodes(node):
@@ -66,7 +69,9 @@ def imports(source: str) -> Iterator[tuple[int, str, bool]]:
                 called = child.func.attr if isinstance(child.func, ast.Attribute) else getattr(child.func, "id", "")
                 if called in ("import_module", "__import__", "find_spec") and isinstance(child.args[0].value, str):
                     yield child.lineno, child.args[0].value, lazy
-            yield from walk(child, lazy or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+            types_only = isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")
+            deferred = types_only or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield from walk(child, lazy or deferred)
 
     yield from walk(ast.parse(source), False)
 
