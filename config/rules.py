@@ -13,6 +13,7 @@ from typing import Any
 from config.errors import ConfigError
 from config.flavors import ModelShape, resolve_shape
 from config.keys import all_keys, checked, did_you_mean, shown, unknown_key
+from config.moe_rules import moe_notes, moe_rules
 from config.schema import Config
 
 COMPILE_BACKENDS = ("inductor", "eager", "aot_eager", "aot_eager_decomp_partition", "cudagraphs")
@@ -37,6 +38,8 @@ def effective(config: Config) -> dict[str, tuple[Any, str]]:
         found["model.head_dim"] = (shape.head_dim, "dim / n_heads")
     if config.lr_scheduler.total_steps is None:
         found["lr_scheduler.total_steps"] = (config.training.steps, "training.steps")
+    if shape.moe is not None and config.moe.coeff_decay != "constant" and config.moe.coeff_decay_steps is None:
+        found["moe.coeff_decay_steps"] = (config.training.steps, "training.steps")
     for name in ("init_seed", "data_seed", "noise_seed"):
         if getattr(debug, name) is None:
             found[f"debug.{name}"] = (debug.seed, "debug.seed")
@@ -61,13 +64,14 @@ def check(config: Config, origins: dict[str, str]) -> list[str]:
 
     broken = [
         *_model_rules(config, shape, said),
+        *moe_rules(config, shape, said),
         *_step_rules(config, said),
         *_data_rules(config, shape, said),
         *_option_rules(config, said),
     ]
     if broken:
         raise ConfigError("\n".join(broken))
-    return [*_schedule_notes(config), *_moe_notes(config, shape)]
+    return [*_schedule_notes(config), *_moe_notes(config, shape), *moe_notes(config, shape)]
 
 
 def _model_rules(config: Config, shape: ModelShape, said: Said) -> Iterator[str]:

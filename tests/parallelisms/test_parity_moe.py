@@ -1,7 +1,8 @@
 """Rows of the parity harness for a mixture of experts under data parallelism.
 
-A balance group is one micro-batch, so local_batch_size stays the same within a row: losses of balance are then the same on
-every mesh. Gradients are compared, so a count that is wrong by a factor, or noise that depends on the rank, shows.
+A balance group is one micro-batch, so local_batch_size stays the same within a row: losses of balance are then the
+same on every mesh. Gradients are compared, so a count that is wrong by a factor, or noise that depends on the rank,
+shows.
 """
 
 import pytest
