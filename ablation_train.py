@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import shlex
 import shutil
@@ -24,6 +25,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from config.load import Resolved
 
 ROOT = Path(__file__).resolve().parent
 DEFAULT_CONFIG = "train_configs/llama_debug.toml"
@@ -63,8 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
         resolved = load(complete)
         check_world(resolved.config, launch.world_size)
         job = resolved.config.job
-        if not job.dry_run:
-            _check_gpus(launch.ngpu)
+        if not job.dry_run and launch.world_size > 1:
+            _check_ranks(resolved, launch)
     except ConfigError as error:
         return _fail(str(error))
     if job.dry_run:
@@ -202,16 +207,27 @@ def _typed(path: Path) -> str:
     return str(path) if relative.startswith("..") else os.path.join(".", relative)
 
 
-def _check_gpus(ngpu: int) -> None:
-    """Refuse more ranks than GPUs. One rank always fits: a machine without a GPU trains on the CPU."""
-    if ngpu == 1:
-        return  # and torch, which takes a second, need not be imported
+def _check_ranks(resolved: Resolved, launch: Launch) -> None:
+    """What only a rank would find out, found once: too few GPUs, a run directory that is taken, data with a mistake.
+
+    Tokenises a corpus that is new, so that the ranks find it in the cache. A single rank needs none of this: its own
+    message and exit code reach the user.
+
+    Raises:
+        ConfigError: as train.py would.
+    """
     import torch
 
-    from config.world import check_devices
+    from config.world import check_devices, derived
+    from data.build import build_data
+    from trainer.run_directory import run_directory_state
 
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
     available = torch.cuda.device_count()
-    check_devices(ngpu, available, "cuda" if available else "cpu")
+    check_devices(launch.ngpu, available, "cuda" if available else "cpu")
+    run_directory_state(resolved)
+    degree = derived(resolved.config, launch.world_size)["data_parallel_degree"].value
+    build_data(resolved.config, dp_rank=0, dp_degree=degree).close()
 
 
 def _run(line: list[str], launch: Launch) -> int:

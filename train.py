@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import signal
 import sys
 from typing import Any
 
@@ -30,6 +31,7 @@ from model.attention import attention_backend
 from model.decoder import Decoder
 from model.expert_step import ExpertStep
 from model.initial_weights import draw, initial_value
+from model.load_statistics import loads
 from model.loss import cross_entropy_sum
 from parallelisms import process_group
 from parallelisms.data_parallel import set_gradient_sync
@@ -37,6 +39,7 @@ from parallelisms.mesh import Mesh
 from parallelisms.names import named_parameters
 from parallelisms.parallelize import compute_precision, parallelize
 from trainer.determinism import set_determinism
+from trainer.load_map import LoadMap
 from trainer.loss_watch import LossWatch, NonFiniteLoss
 from trainer.metrics import Metrics
 from trainer.optimizer import build_optimizer
@@ -171,6 +174,8 @@ def train(
 
     if held_out is not None:
         metrics.log_validation(0, evaluate())
+    experts = step_once.experts
+    load_map = LoadMap(run, metrics.writer) if experts is not None and run is not None else None
     collector = titan.GarbageCollection(config.training.gc_freq)
     timer = StepTimer(device)
     timer.start()
@@ -189,19 +194,24 @@ def train(
         if metrics.should_log(step) or validation is not None:
             with timer.paused():
                 loss, local_loss = watch.latest()
+                seen = {} if experts is None else experts.report(batch.micro_batches[0], step_once.precision)
+                if load_map is not None:
+                    load_map.log(step, loads(model))
                 metrics.log(
                     step,
                     loss=loss,
-                    max_loss=titan.dist_max(torch.tensor(local_loss, device=device), mesh.dp_mesh),
+                    max_loss=titan.dist_max(torch.tensor(local_loss, device=device), mesh.loss_mesh),
                     grad_norm=result.grad_norm.item(),
                     lr=rate,
                     times=timer.collect(),
                     validation=validation,
-                    extra=watch.counts(),
+                    extra=watch.counts() | seen,
                 )
         if step == 1:
             process_group.set_timeout(mesh, config.comm.train_timeout_seconds)
         collector.run(step)
+    if load_map is not None:
+        load_map.close()
     metrics.close()
 
 
@@ -213,6 +223,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     level = logging.INFO if rank == 0 else logging.WARNING
     logging.basicConfig(format="%(message)s", level=level, stream=sys.stdout)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop ends as Ctrl-C does
     run = None
     try:
         resolved = load(argv)

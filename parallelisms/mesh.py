@@ -4,23 +4,36 @@ The degrees come from ``config.world.mesh_degrees``, which checks them against t
 """
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+"""Axes of the mesh, the last one fastest: ranks of a tensor-parallel group are neighbours."""
+
 
 @dataclass
 class Mesh:
-    """Ranks arranged as dp_replicate x dp_shard, the last axis fastest."""
+    """Ranks arranged along ``AXES``. An axis of one rank costs nothing."""
 
-    dp_replicate: int
-    dp_shard: int
     rank: int
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
     device_mesh: DeviceMesh | None = None
-    """Axes "dp_replicate" and "dp_shard". None for a single process."""
+    """All of ``AXES``. None for a single process."""
     dp_mesh: DeviceMesh | None = None
-    """One axis over every rank that reads different samples, for reductions."""
+    """One axis over the ranks that read different samples, dp_replicate x dp_shard."""
+    loss_mesh: DeviceMesh | None = None
+    """One axis over every rank whose part of the loss is another one: pp x dp_replicate x dp_shard."""
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return prod(self.describe().values())
 
     @property
     def dp_degree(self) -> int:
@@ -30,12 +43,7 @@ class Mesh:
     @property
     def dp_rank(self) -> int:
         """This rank's place among them, 0 .. dp_degree - 1."""
-        return self.rank
-
-    @property
-    def world_size(self) -> int:
-        """All ranks."""
-        return self.dp_replicate * self.dp_shard
+        return self.rank // self.tp % self.dp_degree
 
     @property
     def sharded(self) -> bool:
@@ -49,18 +57,21 @@ class Mesh:
 
     def connect(self, device_type: str) -> None:
         """Make the DeviceMesh. Every rank calls it, once the process group is up."""
-        axes = ("dp_replicate", "dp_shard")
-        self.device_mesh = init_device_mesh(device_type, (self.dp_replicate, self.dp_shard), mesh_dim_names=axes)
-        self.dp_mesh = self.device_mesh[axes]._flatten("dp")
+        self.device_mesh = init_device_mesh(device_type, tuple(self.describe().values()), mesh_dim_names=AXES)
+        self.dp_mesh = self.device_mesh["dp_replicate", "dp_shard"]._flatten("dp")
+        self.loss_mesh = self.device_mesh["pp", "dp_replicate", "dp_shard"]._flatten("loss")
 
     def sum_over_data(self, x: torch.Tensor) -> torch.Tensor:
-        """Elementwise sum of ``x`` over the ranks that hold different tokens; ``x`` itself is kept."""
-        if self.dp_mesh is None:
+        """Elementwise sum of ``x``, this rank's part of a loss or a count, over the ranks that hold other parts.
+
+        A pipeline stage without the loss holds zero. ``x`` itself is kept.
+        """
+        if self.loss_mesh is None:
             return x
         total = x.clone()
-        dist.all_reduce(total, group=self.dp_mesh.get_group())
+        dist.all_reduce(total, group=self.loss_mesh.get_group())
         return total
 
     def describe(self) -> dict[str, int]:
-        """Axis sizes, for the run record."""
-        return {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}
+        """Axis -> ranks along it."""
+        return {axis: getattr(self, axis) for axis in AXES}

@@ -34,7 +34,7 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, draw: Draw, dev
     if mesh.sharded and mesh.device_mesh is not None:
         apply_fsdp(
             model,
-            mesh.device_mesh if mesh.replicated else mesh.device_mesh["dp_shard"],
+            mesh.device_mesh["dp_replicate", "dp_shard"] if mesh.replicated else mesh.device_mesh["dp_shard"],
             param_dtype=DTYPES[config.training.mixed_precision_param],
             reduce_dtype=DTYPES[config.training.mixed_precision_reduce],
             reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from data.build import build_data
 from torch.distributed.tensor import DTensor
 
 import train
 from config.schema import Config
 from config.world import mesh_degrees
+from data.build import build_data
 from parallelisms.mesh import Mesh
 from parallelisms.names import named_parameters
 from tests import ranks
@@ -111,9 +111,7 @@ def _train(config: Config, steps: int) -> Trace:
             result.norms.append(float(step.clip()))
             step.update(batch)
             result.weights.append(_full(dict(named_parameters(model))))
-            if dist.is_initialized():
-                dist.all_reduce(loss_sum, group=mesh.dp_mesh.get_group() if mesh.dp_mesh else None)
-            result.losses.append(float(loss_sum) / batch.global_valid_tokens)
+            result.losses.append(float(mesh.sum_over_data(loss_sum)) / batch.global_valid_tokens)
         pipeline.close()
     finally:
         torch.set_default_dtype(default)
@@ -162,7 +160,7 @@ def compare(a: Trace, b: Trace, tolerance: float = TOLERANCE) -> Report:
         fail(
             f"data: {b.sample_counts} samples a step, reference {a.sample_counts}; samples that differ: {different[:8]}"
         )
-    for name in sorted(a.initial.keys() | b.initial.keys()):
+    for name in [*a.initial, *(b.initial.keys() - a.initial.keys())]:
         x, y = a.initial.get(name), b.initial.get(name)
         if x is None or y is None or not torch.equal(x, y):
             fail(f"initial weights: {name} is not bit-identical")

@@ -221,3 +221,22 @@ def test_the_lock_file_holds_what_pyproject_allows() -> None:
         assert name in pins, f"{name} is not pinned"
     assert (pins["torch"], pins["triton"]) == ("2.13.0", "3.7.1")
     assert pins["torchtitan"] == "0.3.0"
+
+
+def test_what_only_a_rank_would_find_is_found_before_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "corpus.txt").write_bytes(b"a line\n\xff\xfe another\n")
+    options = ["--data.corpus", "text", "--data.path", "corpus.txt"]
+    done = run([str(ROOT / "run_llama_train.sh"), *options], tmp_path, NGPU="2")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("corpus.txt:2: not UTF-8")
+    assert "Traceback" not in done.stderr and "torch.distributed" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus.txt"]
+
+
+def test_a_taken_run_directory_is_refused_before_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "notes.txt").write_text("mine")
+    done = run([str(ROOT / "run_llama_train.sh"), "--job.run_dir", "taken"], tmp_path, NGPU="2")
+    assert done.returncode == 2
+    assert "is not a run directory and not empty" in done.stderr and "Traceback" not in done.stderr
+    assert [path.name for path in (tmp_path / "taken").iterdir()] == ["notes.txt"]
