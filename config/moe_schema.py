@@ -37,6 +37,8 @@ class Moe:
     """Groups of experts for group-limited routing; divides num_experts. 1: none. Unset: the flavor's."""
     top_groups: int | None = key(None, minimum=1)
     """Groups a token may choose experts from, by the sum of each group's two best scores. Unset: the flavor's."""
+    initial_skew: float | None = key(None, minimum=0.0)
+    """Spread of the router's row lengths at the start, in units of their logarithm: some experts are hot. Unset: 0."""
     routing: Literal["token_choice", "expert_choice"] = "token_choice"
     """expert_choice: each expert takes its best tokens of a micro-batch. Sees the future: never for causal models."""
     router_dtype: Literal["float32", "bfloat16"] = "float32"

@@ -31,6 +31,7 @@ class MoEShape:
     route_scale: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
+    initial_skew: float = 0.0
 
     @property
     def shared_dim(self) -> int:

@@ -34,7 +34,7 @@ class Observation(NamedTuple):
     tokens: torch.Tensor
     """int64 scalar: valid tokens."""
     measures: torch.Tensor
-    """float32 (3,): balance loss and z-loss without coefficient, router entropy in nats."""
+    """float32 (4,): balance loss and z-loss without coefficient, router entropy in nats, share that was dropped."""
     experts: torch.Tensor
     """int64 (T, slots): the choice itself."""
     margins: torch.Tensor | None
@@ -87,7 +87,7 @@ class Balance(nn.Module):
         state("tokens", (), torch.int64)
         state("load", (experts,), torch.int64)  # counts of the last whole step, over all ranks
         state("coefficients", (3,), torch.float32)  # balance and z-loss, both over the balance groups; Gumbel's tau
-        state("measured", (4,), torch.float32)  # sums of Observation.measures since the last report, and how many
+        state("measured", (5,), torch.float32)  # sums of Observation.measures since the last report, and how many
         self.reset()
 
     @property
@@ -171,11 +171,13 @@ class Balance(nn.Module):
         loss = torch.stack(terms).sum() if terms else None
         with torch.no_grad():
             entropy = router_entropy(routing.probabilities, flat)
+            kept = self._kept(routing, chosen, flat)
+            dropped = 1.0 - kept.sum() / counts.sum().clamp(min=1)
             seen_now = Observation(
                 counts=counts,
-                kept=self._kept(routing, chosen, flat),
+                kept=kept,
                 tokens=flat.sum(),
-                measures=torch.stack([balance.detach(), z.detach(), entropy]).float(),
+                measures=torch.stack([t.detach().float() for t in (balance, z, entropy, dropped)]),
                 experts=routing.experts,
                 margins=self._margins(routing, flat),
             )
@@ -206,8 +208,8 @@ class Balance(nn.Module):
         self.counts += seen.counts.to(self.counts.dtype)
         self.kept += seen.kept
         self.tokens += seen.tokens
-        self.measured[:3] += seen.measures
-        self.measured[3] += 1
+        self.measured[:-1] += seen.measures
+        self.measured[-1] += 1
         if self.rule is not None and seen.margins is not None:
             some = seen.tokens > 0
             self.quantile_groups += some

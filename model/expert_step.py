@@ -1,6 +1,7 @@
 """What a training step does for a model's experts, around its micro-batches."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ import torch
 from config.schema import Moe
 from model.balance import AllReduce, balances
 from model.decoder import Decoder
+from model.load_statistics import RoutingProbe, moe_metrics
 from model.moe import begin_step, sum_global_counts, token_numbers, update_balance
 
 
@@ -24,10 +26,22 @@ class ExpertStep:
 
     def __init__(self, model: Decoder, moe: Moe, *, total_steps: int, data_ranks: int, all_reduce: AllReduce):
         self.model, self.total_steps, self.data_ranks, self.all_reduce = model, total_steps, data_ranks, all_reduce
+        self.moe = moe
+        self.probe: RoutingProbe | None = None
         self.exact = moe.balance == "global_aux_loss" and moe.f_source == "exact"
         if data_ranks > 1:
             for balance in balances(model).values():
                 balance.reduce_running = all_reduce
+
+    def report(self, micro_batch: Any, precision: Callable[[], AbstractContextManager[None]]) -> dict[str, float]:
+        """Tags of a log step (:func:`model.load_statistics.moe_metrics`, and the churn). Every rank calls it.
+
+        The first ``micro_batch`` it is given is the fixed batch that churn is measured on.
+        """
+        if self.probe is None:
+            self.probe = RoutingProbe(self.model, micro_batch.tokens.to(self.model.rope.device), precision)
+        values = moe_metrics(self.model, self.all_reduce, per_layer=self.moe.log_per_layer)
+        return values | self.probe.churn(self.all_reduce, self.data_ranks)
 
     def numbers(self, labels: torch.Tensor, sample_ids: list[int]) -> torch.Tensor:
         """The tokens of a micro-batch, numbered as :func:`model.moe.token_numbers` does."""

@@ -24,6 +24,8 @@ class InitialValue:
     cutoff: float = math.inf
     stacked: bool = False
     """Each slice of the first dimension is an expert with its own seed: whoever holds expert 3 gets the same one."""
+    row_spread: float = 0.0
+    """Each row is scaled by exp(row_spread x a standard normal): a router whose experts start unequal."""
     odd_std: float | None = None
     """Every second column, from the second on, has this std and its own draw (the up projections of w13)."""
 
@@ -51,6 +53,8 @@ def initial_value(name: str, shape: ModelShape) -> InitialValue:
     narrow, cutoff = 0.02 / math.sqrt(2 * (layer + 1)), 2 / 0.02
     if kind == "moe.experts.w13":
         return InitialValue(std=0.02, cutoff=cutoff, stacked=True, odd_std=narrow)
+    if kind == "moe.router.gate" and shape.moe is not None:
+        return InitialValue(std=0.02, cutoff=cutoff, row_spread=shape.moe.initial_skew)
     narrowed = kind.endswith((".wo", ".w2", ".w3"))
     return InitialValue(std=narrow if narrowed else 0.02, cutoff=cutoff, stacked=match[3] is not None)
 
@@ -74,6 +78,9 @@ def draw(name: str, size: torch.Size, rule: InitialValue, init_seed: int, device
         for expert, part in enumerate(full):
             part.copy_(draw(f"{name}.{expert}", part.shape, each, init_seed, device))
         return full
+    if rule.row_spread:
+        lengths = draw(f"{name}.skew", torch.Size([size[0], 1]), InitialValue(std=rule.row_spread), init_seed, device)
+        return draw(name, size, replace(rule, row_spread=0.0), init_seed, device) * lengths.exp()
     if rule.odd_std is not None:
         half = torch.Size([*size[:-1], size[-1] // 2])
         full[..., 0::2] = draw(f"{name}.gate", half, replace(rule, odd_std=None), init_seed, device)

@@ -123,6 +123,11 @@ class Metrics:
         if validation:
             self._print("validation", step, _validation_fields(validation))
 
+    @property
+    def writer(self) -> Any | None:
+        """TensorBoard's SummaryWriter, for pictures; None on a rank that writes none."""
+        return None if self._tensorboard is None else self._tensorboard.writer
+
     def log_validation(self, step: int, values: dict[str, float]) -> None:
         """Write an evaluation where no log step is, such as step 0."""
         self._write(step, values)

@@ -48,6 +48,10 @@ Accept = Callable[[StepBatch, StepResult], bool]
 class ExpertStep(Protocol):
     """What a step does for a model with experts (model/expert_step.py)."""
 
+    def report(
+        self, micro_batch: Any, precision: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> dict[str, float]: ...
+
     def numbers(self, labels: torch.Tensor, sample_ids: list[int]) -> torch.Tensor: ...
 
     def begin(self, step: int, micro_batches: Sequence[Any], route: Callable[[Any], None]) -> None: ...

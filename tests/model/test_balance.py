@@ -11,7 +11,7 @@ SHAPE = MoEShape(num_experts=8, top_k=2, hidden_dim=4)
 
 def seen(counts: list[int] | torch.Tensor, margins=None) -> Observation:
     counts = torch.as_tensor(counts)
-    return Observation(counts, counts, counts.sum() // 2, torch.zeros(3), torch.zeros(0, 2, dtype=torch.int64), margins)
+    return Observation(counts, counts, counts.sum() // 2, torch.zeros(4), torch.zeros(0, 2, dtype=torch.int64), margins)
 
 
 def balance_with(**keys) -> Balance:

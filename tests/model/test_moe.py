@@ -284,3 +284,13 @@ def test_evaluation_is_deterministic_and_a_copy_agrees():
     twin = copy.deepcopy(model).eval()
     model.eval()
     assert torch.equal(model(batch()[0]), twin(batch()[0]))
+
+
+def test_a_skewed_router_starts_unbalanced():
+    skewed = ModelShape(**{**vars(SHAPE), "moe": MoEShape(8, 2, 16, initial_skew=2.0)})
+    violations = []
+    for shape in (SHAPE, skewed):
+        model = model_with(shape)
+        backward(model, *batch(rows=16))
+        violations.append(max(float(b.counts.max() * 8 / b.counts.sum()) for b in balances(model).values()))
+    assert violations[1] > 1.3 * violations[0]

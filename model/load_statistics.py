@@ -1,0 +1,138 @@
+"""How evenly experts are loaded, from counts, and what a run reports of it. A balance loss is no certificate: counts
+are.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+
+from model.balance import AllReduce, Observation, balances
+from model.decoder import Decoder
+
+
+def max_violation(counts: torch.Tensor) -> torch.Tensor:
+    """MaxVio = max c / mean c - 1 along the last dimension: 0 when even, E / k - 1 when k experts get everything.
+
+    (Wang et al., arXiv 2408.15664.) No tokens at all: 0.
+    """
+    counts = counts.double()
+    mean = counts.mean(-1)
+    return torch.where(mean > 0, counts.amax(-1) / mean.clamp(min=1e-300) - 1.0, 0.0)
+
+
+def variation(counts: torch.Tensor) -> torch.Tensor:
+    """Coefficient of variation std c / mean c along the last dimension, over all E experts."""
+    counts = counts.double()
+    return counts.std(-1, correction=0) / counts.mean(-1).clamp(min=1e-300)
+
+
+def effective_share(counts: torch.Tensor) -> torch.Tensor:
+    """exp(entropy of c / sum c) / E along the last dimension: 1 when even, k / E when k experts share everything."""
+    share = counts.double() / counts.double().sum(-1, keepdim=True).clamp(min=1e-300)
+    return torch.exp(-torch.special.xlogy(share, share).sum(-1)) / counts.shape[-1]
+
+
+def dead_experts(counts: torch.Tensor) -> torch.Tensor:
+    """int64: how many of the last dimension got nothing."""
+    return (counts == 0).sum(-1)
+
+
+def noise_violation(tokens: int, num_experts: int, top_k: int) -> float:
+    """MaxVio that an ideal router shows by chance: the expected maximum of E nearly normal counts, over their mean.
+
+    Each count has mean m = T k / E and variance m (1 - k / E); the expected maximum of E normals is close to the
+    quantile at (E - 0.375) / (E + 0.25) (Blom).
+    """
+    mean = tokens * top_k / num_experts
+    quantile = torch.special.ndtri(torch.tensor((num_experts - 0.375) / (num_experts + 0.25))).item()
+    return quantile * math.sqrt((1 - top_k / num_experts) / mean)
+
+
+def loads(model: torch.nn.Module) -> torch.Tensor:
+    """int64 (layers, E): assignments of the last step, over all ranks. Layers in order, dense ones left out."""
+    return torch.stack([b.load for b in balances(model).values()])
+
+
+def moe_metrics(model: torch.nn.Module, all_reduce: AllReduce, *, per_layer: bool = False) -> dict[str, float]:
+    """What a log step reports, from the last step's counts and the means since the last call. Every rank calls it.
+
+    Waits for the device. Tags: ``moe/max_violation`` and ``moe/mean_violation`` (MaxVio over layers),
+        ``moe/load_variation``,
+    ``moe/effective_experts`` (smallest layer), ``moe/dead_experts`` (all layers), ``moe/aux_loss``, ``moe/z_loss``
+    (without coefficients, means over layers), ``moe/router_entropy`` (nats), and with a capacity ``moe/dropped``
+    (share). With ``per_layer`` the first, third and losses of each layer as well.
+    """
+    found = balances(model)
+    if not found:
+        return {}
+    counts = loads(model).cpu()
+    sums = all_reduce(torch.stack([b.measured for b in found.values()])).double().cpu()
+    for balance in found.values():
+        balance.measured.zero_()
+    means = sums[:, :-1] / sums[:, -1:].clamp(min=1)
+    violations = max_violation(counts)
+    names = ("moe/aux_loss", "moe/z_loss", "moe/router_entropy", "moe/dropped")
+    values = {
+        "moe/max_violation": float(violations.max()),
+        "moe/mean_violation": float(violations.mean()),
+        "moe/load_variation": float(variation(counts).mean()),
+        "moe/effective_experts": float(effective_share(counts).min()),
+        "moe/dead_experts": float(dead_experts(counts).sum()),
+        **{name: float(means[:, i].mean()) for i, name in enumerate(names)},
+    }
+    if next(iter(found.values())).moe.capacity == "none":
+        del values["moe/dropped"]
+    if per_layer:
+        for row, name in enumerate(found):
+            layer = f"moe_layers/{name.split('.')[1]}"
+            values[f"{layer}/max_violation"] = float(violations[row])
+            values[f"{layer}/dead_experts"] = float(dead_experts(counts[row]))
+            values[f"{layer}/aux_loss"] = float(means[row, 0])
+            values[f"{layer}/z_loss"] = float(means[row, 1])
+    return values
+
+
+class RoutingProbe:
+    """How much the choice of experts for a fixed batch changes between log steps.
+
+    Args:
+        model: in any mode; it is put into evaluation mode meanwhile, without gradients.
+        tokens: int64 (B, S), the batch of this rank.
+        precision: makes the context of a forward pass.
+    """
+
+    def __init__(self, model: Decoder, tokens: torch.Tensor, precision: Callable[[], AbstractContextManager[None]]):
+        self.model, self.tokens, self.precision = model, tokens, precision
+        self.last: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def churn(self, all_reduce: AllReduce, ranks: int) -> dict[str, float]:
+        """``moe/churn``: share of (token, expert) pairs that the last call had and this one has not, over layers and
+        ranks.
+
+        Nothing at the first call. Every rank calls it.
+        """
+        chosen: list[torch.Tensor] = []
+
+        def listen(layer: str, seen: Observation) -> None:
+            experts = self.model.layers[layer].moe.balance.shape.num_experts
+            pairs = seen.experts.new_zeros(len(seen.experts), experts + 1, dtype=torch.bool)
+            chosen.append(pairs.scatter(1, seen.experts, True)[:, :experts])
+
+        training = self.model.training
+        self.model.eval()
+        self.model.on_observation = listen
+        try:
+            with self.precision():
+                self.model(self.tokens)
+        finally:
+            self.model.on_observation = None
+            self.model.train(training)
+        now, before = torch.stack(chosen), self.last
+        self.last = now
+        if before is None:
+            return {}
+        lost = (before & ~now).sum() / before.sum().clamp(min=1)
+        return {"moe/churn": float(all_reduce(lost.double()[None])) / ranks}
