@@ -128,4 +128,17 @@ def _dense_twin(shape: ModelShape) -> ModelShape:
     return replace(shape, moe=None, hidden_dim=64 * round(width / 64))
 
 
+def _debug(**changes: int) -> ModelShape:
+    """debug_moe with other experts, of the same total and active width."""
+    shape = _EXPERTS["debug_moe"]
+    assert shape.moe is not None
+    return replace(shape, moe=replace(shape.moe, **changes))
+
+
+_EXPERTS |= {
+    "debug_moe_16x96": _debug(num_experts=16, top_k=4, hidden_dim=96),
+    "debug_moe_32x48": _debug(num_experts=32, top_k=8, hidden_dim=48),
+    "debug_moe_shared": _debug(num_experts=7, top_k=1, num_shared_experts=1),
+}
+
 MOE: dict[str, ModelShape] = _EXPERTS | {f"{name}_dense": _dense_twin(shape) for name, shape in _EXPERTS.items()}
