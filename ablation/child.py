@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
@@ -55,7 +56,7 @@ def run(command: Sequence[str], log: Path, inherit: Sequence[int] = (), grace_se
     """Run a command to its end, its output appended to ``log``; returns its exit status (negative: by that signal).
 
     It has a session of its own, so that Ctrl-C reaches the runner alone, which then stops it with SIGTERM (torchrun
-    hands that to its workers) and, should it not end within ``grace_seconds``, kills its whole process group.
+    hands that to its workers). Whatever of it has not ended after ``grace_seconds``, its workers included, is killed.
 
     Args:
         inherit: file descriptors the child keeps open (locks).
@@ -63,6 +64,9 @@ def run(command: Sequence[str], log: Path, inherit: Sequence[int] = (), grace_se
     Raises:
         Stopped: passed on after the child has ended.
     """
+    before = _children()
+    if _libc is not None:
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     with log.open("ab") as output:
         output.write(f"$ {' '.join(command)}\n".encode())
         output.flush()
@@ -85,6 +89,39 @@ def run(command: Sequence[str], log: Path, inherit: Sequence[int] = (), grace_se
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             raise
+        finally:
+            _end_left_behind(before, min(grace_seconds, 10.0))
+
+
+def _end_left_behind(before: set[int], grace_seconds: float) -> None:
+    """End the workers of a launcher that was killed (by the kernel for want of memory, say): torchrun starts each in a
+    session of its own, where they go on training beside the next run. Linux hands them to this process, their reaper.
+
+    Args:
+        before: children that are no business of the run.
+    """
+    deadline, asked = time.monotonic() + grace_seconds, set[int]()
+    while left := _children() - before:
+        for pid in left:
+            number = signal.SIGKILL if time.monotonic() > deadline else signal.SIGTERM
+            if number == signal.SIGKILL or pid not in asked:
+                os.kill(pid, number)  # a child that has not been waited for keeps its number
+            asked.add(pid)
+            os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.05)
+
+
+def _children() -> set[int]:
+    """Process numbers of this process's children; none where there is no /proc."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it ended meanwhile
+            continue
+        if int(fields[1]) == os.getpid():
+            found.add(int(stat.parent.name))
+    return found
 
 
 def last_lines(log: Path, count: int) -> list[str]:

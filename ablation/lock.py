@@ -17,6 +17,8 @@ from pathlib import Path
 
 from config.errors import ConfigError
 
+KILLED_SECONDS = 0.5  # a runner killed a moment ago still holds what the kernel has not taken back
+
 
 class Lock:
     """An acquired lock. ``fd`` is to be inherited by children; leaving the ``with`` block releases it."""
@@ -39,7 +41,9 @@ def _holder(path: Path) -> dict[str, object]:
 
 
 def _alive(holder: dict[str, object]) -> bool:
-    """Whether the recorded runner still runs; a runner of another host counts as alive."""
+    """Whether the recorded runner still runs; a runner of another host counts as alive, a zombie does not (a killed
+    runner stays one where nobody waits for it, as in many containers).
+    """
     if holder.get("host") != platform.node():
         return True
     pid = holder.get("pid")
@@ -51,7 +55,10 @@ def _alive(holder: dict[str, object]) -> bool:
         return False
     except PermissionError:
         return True
-    return True
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return True
 
 
 def acquire(
@@ -69,7 +76,7 @@ def acquire(
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     mode = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB
-    deadline, told = time.monotonic() + orphan_seconds, False
+    began, told = time.monotonic(), False
     while True:
         try:
             fcntl.flock(fd, mode)
@@ -77,13 +84,17 @@ def acquire(
         except BlockingIOError:
             holder = _holder(path)
             who = f"pid {holder.get('pid', '?')} on {holder.get('host', '?')}, since {holder.get('started', '?')}"
+            waited = time.monotonic() - began
             if _alive(holder):
+                if waited < KILLED_SECONDS:
+                    time.sleep(0.05)
+                    continue
                 os.close(fd)
                 raise ConfigError(f"{path}: another runner ({who}) works here; wait for it or stop it") from None
             if not told:
                 say(f"the runner before ({who}) is gone; waiting for the run it left behind to end")
                 told = True
-            if time.monotonic() > deadline:
+            if waited > orphan_seconds:
                 os.close(fd)
                 raise ConfigError(
                     f"{path.parent}: the runner before ({who}) is gone, but a run it started has not ended after "

@@ -21,14 +21,16 @@ from ablation import child, lock
 from ablation.plan import Plan, Run, check_folder
 
 Say = Callable[[str], None]
+INTERRUPTED = "interrupted"  # the reason train.py writes into FAILED when a signal ended it
 
 
 def state_of(directory: Path) -> str:
-    """ "done", "failed", "interrupted" (or running), or "new"."""
-    for name, state in (("DONE", "done"), ("FAILED", "failed"), ("run.json", "interrupted")):
-        if (directory / name).exists():
-            return state
-    return "new"
+    """ "done", "failed", "interrupted" (stopped, killed, or running), or "new"."""
+    if (directory / "DONE").exists():
+        return "done"
+    if (directory / "FAILED").exists():
+        return "interrupted" if _json(directory / "FAILED").get("reason") == INTERRUPTED else "failed"
+    return "interrupted" if (directory / "run.json").exists() else "new"
 
 
 @dataclass

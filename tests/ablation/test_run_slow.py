@@ -78,7 +78,7 @@ def test_killed_and_started_again_it_ends_with_the_same_losses_and_a_report(tmp_
     again = start("cut")
     output, _ = again.communicate(timeout=900)
     assert again.returncode == 0, output
-    assert "1 of 4 runs done" in output and "4 of 4 runs done" in output
+    assert "1 of 4 runs done" in output and "4 of 4 runs done" in output and "1 resumed" in output
     assert (
         losses(tmp_path / "cut/rates") == losses(tmp_path / "whole/rates") and len(losses(tmp_path / "cut/rates")) == 4
     )

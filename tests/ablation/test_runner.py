@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ablation import lock
+from ablation import child, lock
 from ablation.guard import guard
 from ablation.plan import Plan, plan
 from ablation.question import read
@@ -164,7 +164,7 @@ def test_an_orphaned_run_is_waited_for(tmp_path):
     """The runner is gone, but a child of it still holds the lock."""
     path = tmp_path / ".runner.lock"
     with lock.acquire(path) as held:
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.6)"], pass_fds=(held.fd,))
+        orphan = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.6)"], pass_fds=(held.fd,))
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     path.write_text(json.dumps({"pid": dead.pid, "host": os.uname().nodename, "started": "then"}))
@@ -172,7 +172,7 @@ def test_an_orphaned_run_is_waited_for(tmp_path):
     with pytest.raises(ConfigError, match="a run it started has not ended"):
         lock.acquire(path, orphan_seconds=0.0, say=said.append)
     with lock.acquire(path, say=said.append):
-        assert child.wait() == 0 and "waiting for the run it left behind" in said[-1]
+        assert orphan.wait() == 0 and "waiting for the run it left behind" in said[-1]
 
 
 def test_array_tasks_share_the_folder_but_not_a_run(chosen, monkeypatch):
@@ -196,3 +196,44 @@ def test_dry_run_touches_nothing(chosen):
 
 def test_clock():
     assert [clock(s) for s in (0.4, 750, 4000)] == ["0:00", "12:30", "1:06:40"]
+
+
+def test_a_killed_launcher_leaves_no_worker_behind(tmp_path, monkeypatch):
+    """torchrun's workers have sessions of their own; when it is killed they must not train beside the next run."""
+    worker = "import os, time; open('worker', 'w').write(str(os.getpid())); time.sleep(60)"
+    launcher = (
+        "import os, signal, subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-c', {worker!r}], start_new_session=True)\n"
+        "while not os.path.exists('worker') or not open('worker').read(): time.sleep(0.01)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    status = child.run([sys.executable, "-c", launcher], tmp_path / "log")
+    assert status == -signal.SIGKILL
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(Path("worker").read_text()), 0)
+    assert bystander.poll() is None
+    bystander.kill()
+    bystander.wait()
+
+
+def test_a_runner_killed_a_moment_ago_and_not_waited_for_is_gone(tmp_path):
+    """Its zombie keeps its number."""
+    path = tmp_path / ".runner.lock"
+    with lock.acquire(path) as held:
+        orphan = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1.0)"], pass_fds=(held.fd,))
+    zombie = subprocess.Popen([sys.executable, "-c", ""])
+    wait_for(lambda: Path(f"/proc/{zombie.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
+    path.write_text(json.dumps({"pid": zombie.pid, "host": os.uname().nodename, "started": "then"}))
+    with lock.acquire(path, say=lambda _: None):
+        assert orphan.wait() == 0
+    zombie.wait()
+
+
+def test_a_run_that_was_stopped_is_continued_and_one_that_failed_is_tried_again(tmp_path):
+    for reason, state in (("interrupted", "interrupted"), ("loss is NaN at step 4", "failed")):
+        (tmp_path / "FAILED").write_text(json.dumps({"reason": reason}))
+        assert state_of(tmp_path) == state
+    (tmp_path / "DONE").write_text("{}")
+    assert state_of(tmp_path) == "done"
