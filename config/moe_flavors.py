@@ -7,6 +7,7 @@ the active parameters agree up to the router (below one per cent). Total and act
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from config.shapes import ModelShape, MoEShape
 
@@ -128,7 +129,7 @@ def _dense_twin(shape: ModelShape) -> ModelShape:
     return replace(shape, moe=None, hidden_dim=64 * round(width / 64))
 
 
-def _debug(**changes: int) -> ModelShape:
+def _debug(**changes: Any) -> ModelShape:
     """debug_moe with other experts, of the same total and active width."""
     shape = _EXPERTS["debug_moe"]
     assert shape.moe is not None

@@ -157,8 +157,8 @@ class Balance(nn.Module):
                 shares = self.reduce_running(shares)
             balance = aux_loss_of(routing.probabilities, shares, flat, top_k)
         elif moe.balance == "sequence_aux_loss" or (self.bias is not None and moe.extra_sequence_coeff):
-            by_sequence = (t.unflatten(0, valid.shape) for t in (routing.probabilities, routing.requested))
-            balance = sequence_aux_loss(*by_sequence, valid, top_k)
+            probabilities, requested = (t.unflatten(0, valid.shape) for t in (routing.probabilities, routing.requested))
+            balance = sequence_aux_loss(probabilities, requested, valid, top_k)
         else:
             balance = aux_loss(routing.probabilities, routing.requested, flat, top_k)
         z = z_loss(routing.logits, flat)

@@ -5,7 +5,7 @@ import torch
 try:
     from torch.nn.functional import grouped_mm as _torch_grouped_mm
 except ImportError:  # before torch 2.10
-    from torch import _grouped_mm as _torch_grouped_mm
+    from torch import _grouped_mm as _torch_grouped_mm  # type: ignore[no-redef]
 
 
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

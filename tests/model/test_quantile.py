@@ -56,8 +56,7 @@ def test_exact_quantile_equals_a_slow_reference(statistic):
 
 
 def test_megatron_beta_is_minus_our_bias():
-    """qb_dual_update's own words: the (T k / E + 1)-th largest of s - alpha, alpha the (k + 1)-th largest of s - beta.
-    """
+    """qb_dual_update: the (T k / E + 1)-th largest of s - alpha, with alpha the (k + 1)-th largest of s - beta."""
     logits, bias = example()
     beta = -bias
     alpha = (logits - beta).topk(K + 1, dim=1).values[:, -1:]

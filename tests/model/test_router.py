@@ -155,8 +155,7 @@ def test_random_logits_pass_the_gradient_through():
 
 @pytest.mark.parametrize("strength, busiest", [(0.1, 1.42), (0.5, 3.67), (2.0, 7.70)])
 def test_skew_ladder(strength, busiest):
-    """Fixed Gaussian bias on unit normal logits, 8192 tokens, 64 experts, top-8. One draw of 64 numbers: a wide band.
-    """
+    """Fixed Gaussian bias on unit normal logits, 8192 tokens, 64 experts, top-8. One draw of 64 numbers: wide bands."""
     router = Router(64, MoEShape(64, 8, 4), Moe(balance="forced_skew", skew_strength=strength))
     with torch.no_grad():
         router.gate.weight.copy_(torch.eye(64))
