@@ -119,7 +119,9 @@ def checklist(runs: Sequence[Run], comparisons: Sequence[dict[str, Any]]) -> lis
 
     env = environment(runs)
     devices = [name for name in env.get("gpu_name", []) if name != "null"] or env.get("cpu", [])
-    topology = env.get("topology") or env.get("gpu_topology") or []
+    topology = [name for name in env.get("gpu_topology", []) if name != "null"]
+    if not [name for name in env.get("gpu_name", []) if name != "null"]:
+        topology = ["processes of one host, no GPU"]
     counts = sorted({run.world_size for run in runs})
     single = counts == [1]
     hardware = f"{', '.join(map(str, counts))} x {' / '.join(devices)}" if devices else ""
@@ -146,7 +148,7 @@ def checklist(runs: Sequence[Run], comparisons: Sequence[dict[str, Any]]) -> lis
     add("memory", f"peak memory in the paired table of {len(peaks)} arms" if peaks else "")
     tags = {tag for run in runs for line in run.lines[-1:] for tag in line if tag.startswith("moe/")}
     if sparse:
-        add("expert and device load", ", ".join(sorted(tags)[:4]))
+        add("expert and device load", ", ".join(sorted(tags)))
         routers = [", ".join(_values_of(runs, key)) for key in ("moe.router_dtype", "moe.score_func")]
         add("router precision and score function", "; ".join(routers) if all(routers) else "")
     else:
@@ -165,14 +167,13 @@ def expert_load(runs: Sequence[Run]) -> list[list[float]] | None:
     """Load / mean of every expert (columns) of every MoE layer (rows) at the end, averaged over runs; None if not
     logged.
 
-    Reads ``moe/load/layer_<n>`` lists of the last log line.
+    Reads the last line of each run's moe_loads.jsonl: {"step", "counts": layers x experts}.
     """
     grids = []
     for run in runs:
-        tags = sorted(tag for tag in (run.lines[-1] if run.lines else {}) if tag.startswith("moe/load/layer_"))
-        rows = [run.lines[-1][tag] for tag in tags]
-        if rows and all(isinstance(row, list) and sum(row) for row in rows):
-            grids.append([[load * len(row) / sum(row) for load in row] for row in rows])
+        lines = run.lines_of("moe_loads.jsonl")
+        if lines and all(sum(row) for row in lines[-1]["counts"]):
+            grids.append([[load * len(row) / sum(row) for load in row] for row in lines[-1]["counts"]])
     if not grids or len({tuple(len(row) for row in grid) for grid in grids}) != 1:
         return None
     return [[mean(cells) for cells in zip(*rows, strict=True)] for rows in zip(*grids, strict=True)]

@@ -73,12 +73,7 @@ def _clocks(sides: Sides) -> Item:
     if all(not run.environment.get("gpu_name") for run in sides.runs):
         return Item(name, "ok", "no GPU", ("speed",))
     clocks = {run.name: run.environment.get("clocks") or {} for run in sides.runs}
-    odd = [
-        f"{run}: {key} {value}"
-        for run, told in clocks.items()
-        for key, value in told.items()
-        if "throttl" in key and value not in (None, False, 0, "", [], "Not Active", "none")
-    ]
+    odd = [f"{run}: {listed(told['throttled'])}" for run, told in clocks.items() if told.get("throttled")]
     for limit in limits:
         values = {told[limit] for told in clocks.values() if told.get(limit) is not None}
         if len(values) > 1:

@@ -97,6 +97,10 @@ class Run:
         """(step, value) of every line that holds the tag, in order. Not-a-number values are kept."""
         return [(int(line["step"]), float(line[tag])) for line in self.lines if line.get(tag) is not None]
 
+    def lines_of(self, name: str) -> list[dict[str, Any]]:
+        """The lines of another file of one object a step, as those of metrics.jsonl; empty without the file."""
+        return _merged_lines(self.path, name)
+
     @cached_property
     def step_times(self) -> dict[int, float]:
         """Seconds of every step that was timed, excluded ones too."""
@@ -148,7 +152,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _metric_lines(path: Path) -> list[dict[str, Any]]:
-    """Lines of one metrics.jsonl; a torn last line is a kill: dropped."""
+    """Lines of one file; a torn last line is a kill: dropped."""
     lines = []
     texts = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     for number, text in enumerate(texts, start=1):
@@ -163,7 +167,7 @@ def _metric_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _merged_lines(path: Path) -> list[dict[str, Any]]:
+def _merged_lines(path: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     """Lines by step over all attempts: where a run continued from a checkpoint, what came before lies in attempts/.
 
     A later attempt replaces everything from its own first step on.
@@ -171,7 +175,7 @@ def _merged_lines(path: Path) -> list[dict[str, Any]]:
     attempts = sorted((path / "attempts").glob("[0-9]*"), key=lambda folder: int(folder.name))
     merged: dict[int, dict[str, Any]] = {}
     for folder in (*attempts, path):
-        lines = _metric_lines(folder / "metrics.jsonl")
+        lines = _metric_lines(folder / name)
         first = min((line["step"] for line in lines), default=math.inf)
         merged = {step: line for step, line in merged.items() if step < first} | {line["step"]: line for line in lines}
     return [merged[step] for step in sorted(merged)]

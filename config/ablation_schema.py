@@ -17,7 +17,8 @@ class Decide:
     step: int = key(0, minimum=0)
     """Step at which it is read. 0: the last step."""
     equivalent_within: float | None = key(None, minimum=0.0)
-    """Difference, in the metric's unit, below which two arms count as equivalent. Unset: never called equivalent."""
+    """Difference, in the metric's unit, below which two arms count as equivalent. Unset: twice the spread of the A/A
+    runs; without those, only identical arms are equivalent."""
 
 
 @dataclass

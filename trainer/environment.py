@@ -9,10 +9,12 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,9 @@ _CLOCKS = {
     "power.limit": "power_limit_w",
     "temperature.gpu": "temperature_c",
 }
+# Reasons for a lower clock that make a rate worthless. The power cap is none: under full load a card lives on it.
+_THROTTLE = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
+_POWER_CAP = "sw_power_cap"
 
 
 def describe_environment(root: Path, *, deterministic: bool) -> tuple[dict[str, Any], bytes]:
@@ -93,25 +98,60 @@ def _variables() -> dict[str, str]:
 
 def _gpu() -> dict[str, Any]:
     cuda = torch.cuda.is_available()
-    found: dict[str, Any] = {
+    return {
         "gpu_name": torch.cuda.get_device_name() if cuda else None,
         "gpu_count": torch.cuda.device_count() if cuda else 0,
-        "driver": None,
-        "clocks": None,
+        "driver": _smi("driver_version")[0],
+        "gpu_topology": links_between(_nvidia_smi("topo", "-m")),
+        "clocks": read_clocks(),
     }
-    if cuda and shutil.which("nvidia-smi"):
-        fields = ["driver_version", "uuid", *_CLOCKS]
-        answer = (
-            _run("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", given=b"") or b""
-        )
-        uuid = f"GPU-{getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), 'uuid', '')}"
-        rows = [[cell.strip() for cell in line.split(",")] for line in answer.decode().splitlines()]
-        rows = [row for row in rows if len(row) == len(fields)]
-        # nvidia-smi lists every card of the host; CUDA_VISIBLE_DEVICES may show this process another order.
-        if row := next((row for row in rows if row[1] == uuid), rows[0] if rows else None):
-            found["driver"] = row[0]
-            found["clocks"] = {name: _number(cell) for name, cell in zip(_CLOCKS.values(), row[2:], strict=True)}
-    return found
+
+
+def read_clocks() -> dict[str, Any] | None:
+    """Clocks (MHz), power (W), temperature (C) and limits of this process's GPU now; None without one or nvidia-smi.
+
+    ``throttled`` lists the reasons for which it runs slower than it should, ``power_capped`` says whether its power
+    limit slows it.
+    """
+    reasons = [f"clocks_throttle_reasons.{reason}" for reason in (*_THROTTLE, _POWER_CAP)]
+    cells = _smi(*_CLOCKS, *reasons)
+    if cells[0] is None:
+        return None
+    active = dict(zip((*_THROTTLE, _POWER_CAP), cells[len(_CLOCKS) :], strict=True))
+    return {
+        **{name: _number(cell) for name, cell in zip(_CLOCKS.values(), cells, strict=False)},
+        "throttled": [reason for reason in _THROTTLE if active[reason] == "Active"],
+        "power_capped": active[_POWER_CAP] == "Active",
+    }
+
+
+def _smi(*fields: str) -> list[Any]:
+    """What nvidia-smi says of this process's GPU, a text a field; a None a field without a GPU or nvidia-smi."""
+    answer = _nvidia_smi(f"--query-gpu={','.join(('uuid', *fields))}", "--format=csv,noheader,nounits")
+    rows = [[cell.strip() for cell in line.split(",")] for line in answer.splitlines()]
+    rows = [row for row in rows if len(row) == len(fields) + 1]
+    if not rows:
+        return [None] * len(fields)
+    # nvidia-smi lists every card of the host; CUDA_VISIBLE_DEVICES may show this process another order.
+    uuid = f"GPU-{getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), 'uuid', '')}"
+    return next((row for row in rows if row[0] == uuid), rows[0])[1:]
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    if not torch.cuda.is_available() or not shutil.which("nvidia-smi"):
+        return ""
+    return (_run("nvidia-smi", *arguments, given=b"") or b"").decode(errors="replace")
+
+
+def links_between(table: str) -> str | None:
+    """The kinds of links between the GPUs of a host, as in "28 x NV18", from the table of ``nvidia-smi topo -m``.
+
+    None with fewer than two GPUs.
+    """
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split("\t") for line in table.splitlines()]
+    rows = [[cell.strip() for cell in line[1:]] for line in lines if re.fullmatch(r"GPU\d+", line[0].strip())]
+    kinds = Counter(row[column] for number, row in enumerate(rows) for column in range(number))
+    return ", ".join(f"{count} x {kind}" for kind, count in kinds.most_common()) or None
 
 
 def _number(cell: str) -> float | None:

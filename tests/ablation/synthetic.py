@@ -45,7 +45,7 @@ ENVIRONMENT: dict[str, Any] = {
     "torch": "2.13.0", "cuda": "13.0", "nccl": "2.27", "torchtitan": "0.3.0", "cpu": "Example CPU", "cores": 8,
     "ram_gib": 64, "os": "Linux", "env": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "git_commit": "a" * 40,
     "git_dirty": False, "deterministic": False, "matmul_precision": "highest",
-    "clocks": {"sm_mhz": 1980, "throttled": False},
+    "clocks": {"sm_mhz": 1980, "throttled": []},
 }  # fmt: skip
 
 

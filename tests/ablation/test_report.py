@@ -149,12 +149,18 @@ def test_without_a_gpu_the_hardware_is_the_cpu(tmp_path):
 
 
 def test_expert_load_is_drawn_when_it_was_logged(tmp_path):
-    def load(line: dict[str, Any]) -> None:
-        line |= {"moe/load/layer_00": [10, 30, 20, 20], "moe/load/layer_01": [80, 0, 0, 0]}
-
-    folder = write_ablation(tmp_path, three_arms(), question={"aa": False}, change_line=load)
+    folder = write_ablation(
+        tmp_path, three_arms(), question={"aa": False}, change_line=lambda line: line.update({"moe/dead_experts": 3.0})
+    )
+    for number, path in enumerate(sorted(folder.glob("*/seed*"))):
+        counts = [[10, 30, 20, 20], [80, 0, 0, 0]] if number % 2 else [[30, 10, 20, 20], [80, 0, 0, 0]]
+        lines = [{"step": 50, "counts": [[20] * 4] * 2}, {"step": 60, "counts": counts}]
+        (path / "moe_loads.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     result, place = compare_directories([folder])
-    assert result["arms"]["wd_0.1"]["expert_load"] == [[0.5, 1.5, 1.0, 1.0], [4.0, 0.0, 0.0, 0.0]]
+    load = result["arms"]["wd_0.01"]["expert_load"]  # its seeds hold one, the other, and the one again
+    assert [pytest.approx(row) for row in load] == [[3.5 / 3, 2.5 / 3, 1.0, 1.0], [4.0, 0.0, 0.0, 0.0]]
+    dead = next(row for row in result["comparisons"][0]["metrics"] if row["name"] == "experts without a token")
+    assert dead["baseline"]["mean"] == 3.0 and dead["value"] == 0.0
     write_report(result, place)
     assert (place / "expert_load.png").exists() and "Expert load" in (place / "report.md").read_text()
 

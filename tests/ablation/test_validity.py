@@ -253,8 +253,8 @@ def test_order_that_was_not_interleaved_unpairs_speed_only(folder):
 
 
 def test_throttled_clocks(folder):
-    edit(folder, "environment.json", {"clocks": {"sm_mhz": 900, "throttle_reasons": ["SW power cap"]}})
-    expect(folder, "clocks not throttled", "INVALID", "SW power cap", loss=False)
+    edit(folder, "environment.json", {"clocks": {"sm_mhz": 900, "throttled": ["hw_thermal_slowdown"]}})
+    expect(folder, "clocks not throttled", "INVALID", "seed2-1gpu: hw_thermal_slowdown", loss=False)
 
 
 def test_other_limits_of_clock_or_power(folder):

@@ -5,11 +5,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from trainer import environment
-from trainer.environment import describe_environment
+from trainer.environment import describe_environment, links_between, read_clocks
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -113,3 +114,33 @@ def test_gpu_fields(tmp_path: Path) -> None:
     record, _ = describe_environment(tmp_path, deterministic=False)
     assert record["gpu_name"] and record["gpu_count"] >= 1 and record["cuda"] and record["nccl"]
     assert record["driver"] and record["clocks"]["sm_mhz"] > 0 and record["clocks"]["power_limit_w"] > 0
+
+
+def test_links_between_gpus() -> None:
+    """The table as nvidia-smi 580 prints it, its header underlined."""
+    head = "\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\x1b[0m\n"
+    rows = "GPU0\t X \tNV18\tSYS\tPIX\t0-15\nGPU1\tNV18\t X \tNV18\tSYS\t0-15\nGPU2\tSYS\tNV18\t X \tSYS\t0-15\n"
+    legend = "NIC0\tPIX\tSYS\tSYS\t X \t\n\nLegend:\n\n  X    = Self\n"
+    assert links_between(head + rows + legend) == "2 x NV18, 1 x SYS"
+    assert links_between("\t\x1b[4mGPU0\tCPU Affinity\x1b[0m\nGPU0\t X \t0-15\n") is None
+    assert links_between("") is None
+
+
+def test_clocks_are_those_of_this_card_and_a_power_cap_is_no_throttling(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def nvidia_smi(*arguments: str) -> str:
+        asked.append(arguments)
+        other = "GPU-aa, 345, 1980, 2619, 80.0, 700.0, 30, Active, Active, Not Active, Not Active, Not Active\n"
+        return other + "GPU-bb, 1755, 1980, [N/A], 698.2, 700.0, 61, Not Active, Not Active, Not Active, Active, Active"
+
+    monkeypatch.setattr(environment, "_nvidia_smi", nvidia_smi)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: SimpleNamespace(uuid="bb"))
+    assert read_clocks() == {
+        "sm_mhz": 1755.0, "max_sm_mhz": 1980.0, "memory_mhz": None, "power_w": 698.2, "power_limit_w": 700.0,
+        "temperature_c": 61.0, "throttled": ["sw_thermal_slowdown"], "power_capped": True,
+    }  # fmt: skip
+    assert asked[0][0].startswith("--query-gpu=uuid,clocks.sm,") and asked[0][0].count(",") == 11
+    monkeypatch.setattr(environment, "_nvidia_smi", lambda *arguments: "")
+    assert read_clocks() is None
