@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 from ablation.measures import throughput, value_at_tokens
 from ablation.runs import Run
-from ablation.statistics import pooled_spread, spread_of_differences, unpaired_estimate
+from ablation.sides import Sides
+from ablation.statistics import paired_estimate, pooled_spread, spread_of_differences, unpaired_estimate
+from ablation.validity import check_noise
 
 BAND_FACTOR = 2.0  # a band is this many times the spread of A/A differences
 
@@ -25,8 +28,11 @@ def noise_bands(baseline: Sequence[Run], paired_seeds: Sequence[str], metric: st
     if unknown.
 
     Loss: twice the root-mean-square difference of two different seeds, an upper bound for differences paired by
-    seed. Speed: twice that of log tokens/s between repeats of one seed, as a ratio. With seeds beyond
-    ``paired_seeds`` the two disjoint sets are also compared with each other (A/A): its interval should hold zero.
+    seed. Speed: twice that of log tokens/s between repeats of one seed, as a ratio.
+
+    ``against_itself`` is the A/A comparison: for loss the two disjoint sets of seeds, where there are some beyond
+    ``paired_seeds`` (the difference's interval should hold 0), for speed the repeats against their first runs (the
+    ratio's should hold 1).
     """
     same = (baseline[0].identity, baseline[0].record.get("corpus_hash"))
     fit = [run for run in baseline if healthy(run) and (run.identity, run.record.get("corpus_hash")) == same]
@@ -50,7 +56,7 @@ def noise_bands(baseline: Sequence[Run], paired_seeds: Sequence[str], metric: st
             loss["against_itself"] = {"difference": estimate.mean, "interval": estimate.interval(), "n": len(other)}
     rates: dict[str, list[float]] = {}
     moved: list[float] = []
-    for run in fit:
+    for run in sorted(fit, key=lambda run: run.repeat):
         rate = throughput(run)
         if rate is not None:
             rates.setdefault(run.seed, []).append(math.log(rate))
@@ -61,8 +67,29 @@ def noise_bands(baseline: Sequence[Run], paired_seeds: Sequence[str], metric: st
     spread = pooled_spread(repeated)
     speed = None
     if spread is not None:
+        ratios = paired_estimate([again - first for first, *others in repeated for again in others[:1]])
+        interval = ratios.interval()
         speed = {
             "runs": sum(map(len, repeated)), "spread": math.expm1(spread), "band": math.expm1(BAND_FACTOR * spread),
             "log_band": BAND_FACTOR * spread, "repeat_loss_difference": max(moved, default=None),
+            "against_itself": {
+                "ratio": math.exp(ratios.mean), "interval": [math.exp(x) for x in interval] if interval else None,
+                "n": ratios.n,
+            },
         }  # fmt: skip
     return {"loss": loss, "speed": speed}
+
+
+def noise_validity(sides: Sides) -> dict[str, list[dict[str, Any]]]:
+    """A validity box for each set of A/A runs, by what it is. ``sides``: the baseline's runs that candidates meet, and
+    all of its runs.
+    """
+    others = {
+        "the same seeds again": [run for run in sides.candidate if run.repeat],
+        "disjoint seeds": [run for run in sides.candidate if not run.repeat and run not in sides.baseline],
+    }
+    return {
+        name: [asdict(item) for item in check_noise(replace(sides, candidate=runs))]
+        for name, runs in others.items()
+        if runs
+    }

@@ -11,7 +11,7 @@ from typing import Any
 
 from ablation.document import DASH, Numbers, Table
 from ablation.report import write_report
-from ablation.report_evidence import noise_blocks
+from ablation.report_noise import noise_blocks
 from ablation.result import Rule, build_result
 from ablation.runs import find_runs
 from ablation.wording import decision_line, expectation_line, loss_cell, memory_cell, metric_cell, speed_cell

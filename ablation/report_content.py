@@ -21,7 +21,8 @@ from ablation.document import (
     cell,
     decimals_of_spread,
 )
-from ablation.report_evidence import evidence_blocks, noise_blocks
+from ablation.report_evidence import evidence_blocks
+from ablation.report_noise import noise_blocks, noise_cards
 from ablation.wording import (
     decision_line,
     expectation_line,
@@ -31,6 +32,7 @@ from ablation.wording import (
     metric_cell,
     seed_mark,
     speed_cell,
+    validity_cell,
     verdict_cell,
     verdict_line,
 )
@@ -76,10 +78,6 @@ def _first_screen(result: dict[str, Any]) -> list[Block]:
     cards = []
     for i, c in enumerate(result["comparisons"]):
         bad = [item for item in c["validity"] if item["status"] in ("INVALID", "unpaired")]
-        warned = [item for item in c["validity"] if item["status"] == "warning"]
-        words = f"{len(bad)} broken" if bad else "valid"
-        words += f", {len(warned)} warning{'s' if len(warned) > 1 else ''}" if warned else ""
-        tone: Tone = "bad" if bad else "warning" if warned else "good"
         notes = [Text(f"{item['name']}: {item['reason']}", "bad") for item in bad]
         if expectation_line(c):
             notes.append(Text(expectation_line(c), "bad" if c["expectation"] == "violated" else ""))
@@ -88,13 +86,13 @@ def _first_screen(result: dict[str, Any]) -> list[Block]:
             ("tokens/s/device", speed_cell(numbers, i)),
             ("peak memory", memory_cell(numbers, i)),
             ("device-hours", metric_cell(numbers, i, "device-hours")),
-            ("validity", cell(f"{c['tier']}, {words}", tone=tone)),
+            ("validity", validity_cell(c["validity"], c["tier"])),
             ("seeds", cell(seed_mark(max(c["loss"]["n"], c["speed"]["n"])))),
         ]
         badges = [("loss", verdict_cell(c["loss"])), ("speed", verdict_cell(c["speed"]))]
         cards.append(Card(c["arm"], badges, facts, notes))
     question = str(result["question"].get("question") or f"{result['baseline']} against its alternatives")
-    first = Cards(cards) if cards else Text("Only the baseline ran: what follows is how far it is from itself.")
+    first = Cards(cards or noise_cards(result))
     decided = Text(decision_line(result).text, "muted")
     return [Heading(result["name"], 1), Text(question), first, *_baselines(numbers), decided]
 
@@ -139,15 +137,19 @@ _STATUS: dict[str, tuple[str, Tone]] = {
 
 
 def _validity(result: dict[str, Any]) -> list[Block]:
-    blocks: list[Block] = [Heading("Validity")] if result["comparisons"] else []
-    for c in result["comparisons"]:
+    boxes = [(c["arm"], c["validity"]) for c in result["comparisons"]]
+    boxes += [
+        (f"{label}, {which}", items) for label, aa in result["aa"].items() for which, items in aa["validity"].items()
+    ]
+    blocks: list[Block] = [Heading("Validity")] if boxes else []
+    for name, items in boxes:
         rows = []
-        for item in c["validity"]:
+        for item in items:
             word, tone = _STATUS[item["status"]]
             rows.append([cell(word, tone=tone), cell(item["name"]), cell(item["reason"])])
-        broken = sum(item["status"] != "ok" for item in c["validity"])
+        broken = sum(item["status"] != "ok" for item in items)
         state = f"{broken} of {len(rows)} not ok" if broken else f"all {len(rows)} ok"
-        blocks.append(Folded(f"{c['arm']}: {state}", [Table(["", "check", "found"], rows)], open=broken > 0))
+        blocks.append(Folded(f"{name}: {state}", [Table(["", "check", "found"], rows)], open=broken > 0))
     return blocks
 
 

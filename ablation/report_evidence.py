@@ -1,10 +1,10 @@
-"""The second half of a report: noise, tune grids, environment, commands, checklist, every run."""
+"""The second half of a report: tune grids, environment, commands, checklist, every run."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ablation.document import Block, Code, Folded, Heading, Number, Numbers, Table, Text, Tone, cell, digits
+from ablation.document import Block, Code, Folded, Heading, Numbers, Table, Text, Tone, cell
 from ablation.tuning import show_point
 from ablation.wording import loss_decimals
 
@@ -12,56 +12,6 @@ from ablation.wording import loss_decimals
 def evidence_blocks(result: dict[str, Any]) -> list[Block]:
     """The blocks after the curves and the noise."""
     return [*_tuning(result), *_environment(result), *_checklist(result), *_appendix(result)]
-
-
-def noise_blocks(result: dict[str, Any]) -> list[Block]:
-    """A/A: the baseline against itself, and its drift since an older directory."""
-    numbers, rows = Numbers(result), []
-    for label, aa in result["aa"].items():
-        path = f"aa/{label}"
-        if aa["loss"]:
-            rows.append([
-                cell(f"{label}: loss of different seeds"), numbers.plain(f"{path}/loss/spread"),
-                cell("± ", numbers.plain(f"{path}/loss/band")), cell(f"{aa['loss']['runs']} runs, root mean square"),
-            ])  # fmt: skip
-            itself = aa["loss"]["against_itself"]
-            if itself:
-                held = itself["interval"][0] <= 0 <= itself["interval"][1]
-                verdict = (
-                    "holds zero"
-                    if held
-                    else "excludes zero: one time in twenty is chance, twice is an instrument error"
-                )
-                value = numbers.with_interval(
-                    f"{path}/loss/against_itself/difference",
-                    f"{path}/loss/against_itself/interval",
-                    ratio=False,
-                    decimals=4,
-                )
-                tone: Tone = "good" if held else "warning"
-                rows.append([cell(f"{label}: disjoint seeds, A against A"), value, cell("–"), cell(verdict, tone=tone)])
-        if aa["speed"]:
-            spread = Number(digits(100 * aa["speed"]["spread"], 2), f"{path}/speed/spread", "percent")
-            band = Number(digits(100 * aa["speed"]["band"], 2), f"{path}/speed/band", "percent")
-            moved = aa["speed"]["repeat_loss_difference"]
-            same = "loss identical" if moved == 0 else f"loss moved up to {moved:.2g}" if moved is not None else ""
-            rows.append([
-                cell(f"{label}: tokens/s of repeats"), cell(spread, " %"), cell("± ", band, " %"),
-                cell(f"{aa['speed']['runs']} runs; {same}"),
-            ])  # fmt: skip
-    for label, drift in result["drift"].items():
-        for name, ratio in (("loss", False), ("speed", True)):
-            if drift[name]:
-                path = f"drift/{label}/{name}"
-                value = numbers.with_interval(
-                    f"{path}/value", f"{path}/interval", ratio=ratio, decimals=None if ratio else 4
-                )
-                rows.append(
-                    [cell(f"{label}: {name} now against then"), value, cell("–"), cell(f"n = {drift[name]['n']}")]
-                )
-    if not rows:
-        return []
-    return [Heading("The baseline against itself"), Table(["", "spread or difference", "band (twice)", ""], rows)]
 
 
 def _tuning(result: dict[str, Any]) -> list[Block]:

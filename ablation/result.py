@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from ablation.aa import noise_bands
+from ablation.aa import noise_bands, noise_validity
 from ablation.comparisons import (
     Comparison,
     compare_sides,
@@ -26,6 +26,7 @@ from ablation.tuning import Tuned, best_point
 from config.errors import ConfigError
 
 SCHEMA = 1
+WIDEST_SPEED_BAND = math.log1p(0.05)  # within more than this "equivalent" would say nothing: noise gives no licence
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ def build_result(runs: Sequence[Run], older: Sequence[Run] = (), rule: Rule | No
     Args:
         runs: of one ablation, or plain runs (arms by configuration; the first is the baseline).
         older: runs of the same ablation from another time. Its arms that ``runs`` lacks are bridged over the
-        baseline. rule: decision for plain runs.
+            baseline.
+        rule: decision for plain runs.
 
     Raises:
         ConfigError: several ablations at once, or no baseline on either side.
@@ -123,7 +125,8 @@ def build_result(runs: Sequence[Run], older: Sequence[Run] = (), rule: Rule | No
         baseline_label = _label(arms, arms.baseline, count)
         candidates = {n: t for n, t in tuned.items() if t is not None and n != arms.baseline}
         paired = _paired_seeds(arms.question, [t.runs for t in candidates.values()], base.runs)
-        bands[baseline_label] = noise_bands(base.noise, paired, metric, tokens)
+        again = Sides(_side(base.noise, paired), base.noise, arms.question, metric, tokens)
+        bands[baseline_label] = noise_bands(base.noise, paired, metric, tokens) | {"validity": noise_validity(again)}
         first = _side(base.runs, paired)
         chosen[baseline_label] = first
         tunes.update({_label(arms, n, count): t.points for n, t in tuned.items() if t is not None and t.points})
@@ -236,7 +239,8 @@ def _result(
         band, source = max(b["band"] for b in loss_aa), "A/A runs"
     else:
         band, source = 0.0, "none: no equivalence can be claimed"
-    speed_band = max((b["log_band"] for b in speed_aa), default=0.0)
+    noisiest = max((b["log_band"] for b in speed_aa), default=0.0)
+    speed_band = min(noisiest, WIDEST_SPEED_BAND)
     losses = judge_parts(comparisons, "loss", metric, band, noise)
     speeds = judge_parts(comparisons, "speed", metric, speed_band, None)
     expected = str(arms.question.get("expected", ""))
@@ -256,7 +260,7 @@ def _result(
         "references": references,
         "decision": {
             "metric": metric, "step": step, "tokens": tokens, "band": band, "band_source": source,
-            "speed_band": math.expm1(speed_band), "confidence": CONFIDENCE,
+            "speed_band": math.expm1(speed_band), "speed_noise": math.expm1(noisiest), "confidence": CONFIDENCE,
             "family": sum(t["role"] == "candidate" and t["loss"]["word"] != "INVALID" for t in tables),
         },
         "aa": bands,

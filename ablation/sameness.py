@@ -5,7 +5,7 @@ commit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ablation.differences import is_inert
@@ -44,11 +44,7 @@ def change_of(sides: Sides) -> tuple[set[str], set[str], list[str]]:
     """
     question, base, candidate = sides.question, sides.baseline[0], sides.candidate[0]
     tuned, held = set(question.get("tune") or {}), dict(question.get("hold") or {})
-    wrong = []
-    for side in (sides.baseline, sides.candidate):
-        odd = {key for run in side for key in config_difference(side[0], run)} - tuned
-        if odd:
-            wrong.append(f"runs of {side[0].arm} differ among themselves in {listed(sorted(odd))}")
+    wrong = [told for side in (sides.baseline, sides.candidate) if (told := _differ(side, tuned))]
     changed = set(effective_difference(base, candidate))
     variables = set(declared_variables(question))
     followers = changed & (companions(variables or changed) | tuned | set(held)) - variables
@@ -68,6 +64,12 @@ def change_of(sides: Sides) -> tuple[set[str], set[str], list[str]]:
         if values[0] != values[1]:
             wrong.append(f"{key} should hold {quantity}, and it went {values[0]} -> {values[1]}")
     return roots, followers, wrong
+
+
+def _differ(runs: Sequence[Run], tuned: set[str]) -> str:
+    """What is wrong with runs of one arm that should be configured alike; empty if nothing."""
+    odd = {key for run in runs for key in config_difference(runs[0], run)} - tuned
+    return f"runs of {runs[0].arm} differ among themselves in {listed(sorted(odd))}" if odd else ""
 
 
 def _held_quantity(name: str, run: Run) -> Any:
@@ -90,7 +92,14 @@ def _held_quantity(name: str, run: Run) -> Any:
     return None if None in factors or -1 in factors else math.prod(factors)
 
 
-def _one_variable(sides: Sides) -> Item:
+def nothing_changed(sides: Sides) -> Item:
+    """For the baseline against itself, in place of ``one_variable``."""
+    wrong = _differ(sides.runs, set())
+    return Item("nothing changed", "INVALID" if wrong else "ok", wrong)
+
+
+def one_variable(sides: Sides) -> Item:
+    """The candidate changes the declared variable and what may follow it."""
     roots, followers, wrong = change_of(sides)
     if wrong:
         return Item("one variable changed", "INVALID", "; ".join(wrong))
@@ -152,7 +161,8 @@ def _held_out_windows(sides: Sides) -> Item:
     return Item(name, "ok")
 
 
-def _seeds(sides: Sides) -> Item:
+def seeds(sides: Sides) -> Item:
+    """The same seeds on both sides, and all that were asked for."""
     name = "same seeds on both sides"
     base, candidate = ([run.seed for run in side] for side in (sides.baseline, sides.candidate))
     shared = [seed for seed in candidate if seed in base]
@@ -225,4 +235,4 @@ def _commit(sides: Sides) -> Item:
     return Item(name, "ok", _short(first.environment["git_commit"]))
 
 
-CHECKS = (_one_variable, _corpus, _tokenizer, _tokens_a_step, _held_out_windows, _seeds, _host, _versions, _commit)
+CHECKS = (one_variable, _corpus, _tokenizer, _tokens_a_step, _held_out_windows, seeds, _host, _versions, _commit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ablation.document import DASH, Cell, Number, Numbers, Tone, cell, digits
@@ -90,6 +91,16 @@ def verdict_line(result: dict[str, Any], index: int) -> str:
     return f"{c['arm']} vs {c['baseline']}: {'; '.join(parts)} ({end})"
 
 
+def validity_cell(items: Sequence[dict[str, Any]], tier: str = "") -> Cell:
+    """A validity box in a few words: "paired, valid, 1 warning"."""
+    broken = sum(item["status"] in ("INVALID", "unpaired") for item in items)
+    warned = sum(item["status"] == "warning" for item in items)
+    words = [tier] if tier else []
+    words.append(f"{broken} broken" if broken else "valid")
+    words += [f"{warned} warning{'s' if warned > 1 else ''}"] if warned else []
+    return cell(", ".join(words), tone="bad" if broken else "warning" if warned else "good")
+
+
 def decision_line(result: dict[str, Any]) -> Cell:
     """What was decided, where and against which band."""
     d = result["decision"]
@@ -109,6 +120,9 @@ def decision_line(result: dict[str, Any]) -> Cell:
             Number(digits(100 * d["speed_band"], 2), "decision/speed_band", "percent"),
             " % (from repeats).",
         ]
+        if d["speed_noise"] > d["speed_band"]:
+            noise = Number(digits(100 * d["speed_noise"], 0), "decision/speed_noise", "percent")
+            parts[-1] = cell(" %, the widest that is of use: repeats give ±", noise, " %, the machine was not quiet.")
     else:
         parts += ["No speed band: the baseline was not repeated."]
     return cell(*parts)

@@ -119,13 +119,53 @@ def test_a_violated_expectation(tmp_path):
 
 
 def test_only_a_a(tmp_path):
-    result = result_of(write_ablation(tmp_path, {"wd_0.1": Arm()}, question={"variable": ""}))
-    assert result["comparisons"] == [] and result["aa"]["wd_0.1"]["loss"]["against_itself"]["n"] == 3
+    folder = write_ablation(tmp_path, {"wd_0.1": Arm()}, name="aa", question={"variable": ""})
+    result = result_of(folder)
+    aa = result["aa"]["wd_0.1"]
+    assert result["comparisons"] == [] and aa["loss"]["against_itself"]["n"] == 3
+    speed = aa["speed"]["against_itself"]
+    assert speed["n"] == 3 and speed["interval"][0] < 1 < speed["interval"][1]
+    rates = {row["directory"]: row["tokens_per_second_device"] for row in result["runs"]}
+    ratio = 1.0
+    for seed in (1, 2, 3):
+        place = f"{folder}/wd_0.1/seed{seed}-1gpu"
+        ratio *= (rates[f"{place}-repeat1"] / rates[place]) ** (1 / 3)
+    assert speed["ratio"] == pytest.approx(ratio)
+
+
+def test_a_a_runs_have_a_validity_box_each(tmp_path):
+    folder = write_ablation(tmp_path, three_arms())
+    boxes = result_of(folder)["aa"]["wd_0.1"]["validity"]
+    assert list(boxes) == ["the same seeds again", "disjoint seeds"]
+    assert all(item["status"] == "ok" for box in boxes.values() for item in box)
+    assert boxes["disjoint seeds"][0]["name"] == "nothing changed"
+    for name, change in (("seed2-1gpu-repeat1", {"torch": "2.11.0"}), ("seed5-1gpu", {"gpu_name": "Other GPU"})):
+        path = folder / "wd_0.1" / name / "environment.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    (folder / "wd_0.1" / "seed4-1gpu" / "DONE").unlink()
+    config = folder / "wd_0.1" / "seed6-1gpu" / "config.toml"
+    config.write_text(config.read_text().replace("lr = 0.0008", "lr = 0.001"))
+    boxes = result_of(folder)["aa"]["wd_0.1"]["validity"]
+    bad = {(box, item["name"]) for box, items in boxes.items() for item in items if item["status"] != "ok"}
+    assert bad == {
+        ("the same seeds again", "same versions and environment variables"),
+        ("disjoint seeds", "same host and device model"),
+        ("disjoint seeds", "every run DONE"),
+        ("disjoint seeds", "nothing changed"),
+    }
+
+
+def test_a_noisy_machine_is_no_licence_for_equivalence(tmp_path):
+    """Repeats that differ by half give no band of half in which everything is equivalent."""
+    result = result_of(write_ablation(tmp_path, three_arms(), noise=Noise(speed=0.3)))
+    assert result["decision"]["speed_noise"] > 0.3
+    assert result["decision"]["speed_band"] == pytest.approx(0.05)
+    assert {c["speed"]["word"] for c in result["comparisons"]} == {"inconclusive"}
 
 
 def test_the_console_of_only_a_a_tells_the_noise(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("ablation.report.draw_all", lambda result: {})
-    folder = write_ablation(tmp_path, {"wd_0.1": Arm()}, question={"variable": ""})
+    folder = write_ablation(tmp_path, {"wd_0.1": Arm()}, name="aa", question={"variable": ""})
     assert main([str(folder)]) == 0
     out = capsys.readouterr().out
     assert "disjoint seeds, A against A" in out and "6 runs; loss identical" in out
@@ -242,7 +282,7 @@ def test_the_console_and_exit_codes(tmp_path, capsys, monkeypatch):
 
 
 def test_comparing_loads_no_torch(tmp_path):
-    folder = write_ablation(tmp_path, {"wd_0.1": Arm()}, question={"variable": ""})
+    folder = write_ablation(tmp_path, {"wd_0.1": Arm()}, name="aa", question={"variable": ""})
     code = (
         "import sys; from pathlib import Path; from ablation.compare import main; from ablation.runs import find_runs; "
         "from ablation.result import build_result; build_result(find_runs([Path(sys.argv[1])])); "

@@ -213,6 +213,22 @@ def test_tensorboard_shows_verdict_and_diff(folder, result):
     assert "optimizer.weight_decay" in texts["report/config_diff"]
 
 
+def test_the_first_screen_of_only_a_a_says_whether_it_found_a_winner(tmp_path):
+    folder = write_ablation(tmp_path, {"wd_0.1": Arm()}, name="aa", question={"variable": ""})
+    result, place = compare_directories([folder])
+    write_report(result, place)
+    text = (place / "report.md").read_text()
+    first = text[: text.index("## ")]
+    for part in ("no difference", "loss, disjoint seeds", "tokens/s, same seeds", "| identical |", "| valid |"):
+        assert part in first
+    assert "## Validity" in text and "wd_0.1, disjoint seeds: all" in text
+    lines = (folder / "wd_0.1" / "seed2-1gpu-repeat1" / "metrics.jsonl").read_text().replace('"step": 60', '"step": 61')
+    (folder / "wd_0.1" / "seed2-1gpu-repeat1" / "metrics.jsonl").write_text(lines)
+    result, place = compare_directories([folder])
+    write_report(result, place)
+    assert "broken" in (place / "report.md").read_text().partition("## ")[0]
+
+
 def test_names_are_escaped(tmp_path, monkeypatch):
     monkeypatch.setattr("ablation.report.draw_all", lambda result: {})
     arms = {"wd_0.1": Arm(), "x": Arm({"optimizer.weight_decay": 0.01})}
