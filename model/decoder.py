@@ -1,7 +1,7 @@
 """A Llama-3 style decoder (arXiv 2407.21783): pre-norm blocks of grouped-query attention and SwiGLU, or experts.
 
 Parameter names are torchtitan's. Blocks are kept in a dictionary under their global index, so that a part of the model
-keeps the names of the whole.
+(a pipeline stage: ``tok_embeddings``, ``norm`` or ``output`` None, fewer layers) keeps the names of the whole.
 """
 
 from collections.abc import Callable
@@ -84,7 +84,7 @@ class Decoder(nn.Module):
         self.shape = shape
         self.backend = backend
         self.max_positions = max_positions
-        self.tok_embeddings = nn.Embedding(shape.vocab_size, shape.dim)
+        self.tok_embeddings: nn.Embedding | None = nn.Embedding(shape.vocab_size, shape.dim)
         self.layers = nn.ModuleDict()
         for i in range(shape.n_layers):
             with_experts = shape.moe is not None and shape.moe.has_experts(i)
@@ -93,17 +93,17 @@ class Decoder(nn.Module):
             )
         self.on_observation: Callable[[str, Observation], None] | None = None
         self.counting_pass = False
-        self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
-        self.output = nn.Linear(shape.dim, shape.vocab_size, bias=False)
+        self.norm: nn.RMSNorm | None = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+        self.output: nn.Linear | None = nn.Linear(shape.dim, shape.vocab_size, bias=False)
         self.tie_weights()
         self.register_buffer("rope", torch.empty(max_positions, 2, shape.head_dim // 2), persistent=False)
         self.init_buffers()
 
     def tie_weights(self) -> None:
         """Make head and embedding one parameter if the shape says so. ``to_empty`` parts them: call it again after
-        that.
+        that. A stage with the head alone keeps the embedding for its matrix.
         """
-        if self.shape.enable_weight_tying:
+        if self.shape.enable_weight_tying and self.tok_embeddings is not None and self.output is not None:
             self.output.weight = self.tok_embeddings.weight
 
     def init_buffers(self) -> None:
@@ -132,8 +132,9 @@ class Decoder(nn.Module):
         positions: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
         numbers: torch.Tensor | None = None,
+        hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Next-token logits.
+        """Next-token logits; of a part without the head, the hidden states for the next part.
 
         In training with gradients on, each MoE layer's load is counted. A block that is recomputed in the backward
         pass is not run through here again, so it is counted once.
@@ -143,13 +144,14 @@ class Decoder(nn.Module):
             positions: int64 (B, S), each token's place in its document. None: 0 .. S - 1.
             document_ids: int32 (B, S); attention stays within equal ids. None: plain causal attention.
             numbers: int64 (B, S), see :func:`model.moe.token_numbers`. Unused without experts.
+            hidden: (B, S, dim) from the part before; None for the part that begins with the embedding.
 
         Returns:
-            (B, S, vocab_size) in the compute dtype.
+            (B, S, vocab_size), or (B, S, dim), in the compute dtype.
         """
         rope = self.rope[: tokens.shape[1]] if positions is None else self.rope[positions]
         mask = self.backend.prepare(document_ids)
-        x = self.tok_embeddings(tokens)
+        x = self.tok_embeddings(tokens) if hidden is None else hidden
         for name, block in self.layers.items():
             if self.shape.moe is None or not self.shape.moe.has_experts(int(name)):
                 x = block(x, rope, mask)
@@ -162,4 +164,5 @@ class Decoder(nn.Module):
                 balance.count(observation)
             if self.on_observation is not None:
                 self.on_observation(name, observation)
-        return self.output(self.norm(x))
+        x = x if self.norm is None else self.norm(x)
+        return x if self.output is None else self.output(x)

@@ -13,13 +13,13 @@ def validate(
     model: nn.Module,
     batches: Iterable[MicroBatch],
     *,
-    forward: Callable[[MicroBatch], torch.Tensor],
+    forward: Callable[[MicroBatch], torch.Tensor | None],
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
 ) -> dict[str, float]:
     """Evaluate ``model`` on this rank's ``batches``; all ranks must hold equally many.
 
     Args:
-        forward: summed loss of a batch.
+        forward: summed loss of a batch; None where another rank has it, which then counts the batch's tokens too.
         sum_over_ranks: elementwise sum of a float64 vector over the ranks that hold different batches.
 
     Returns:
@@ -30,15 +30,14 @@ def validate(
     """
     was_training = model.training
     model.eval()
-    losses, tokens, text_bytes = [], 0, 0
+    totals = torch.zeros(3, dtype=torch.float64, device=next(model.parameters()).device)
     with torch.no_grad():
         for batch in batches:
-            losses.append(forward(batch).double())
-            tokens += int((batch.labels != -100).sum())
-            text_bytes += batch.text_bytes
+            loss = forward(batch)
+            if loss is not None:
+                tokens = int((batch.labels != -100).sum())
+                totals += torch.stack([loss.double(), *totals.new_tensor([tokens, batch.text_bytes])])
     model.train(was_training)
-    loss = torch.stack(losses).sum()
-    totals = torch.stack([loss, loss.new_tensor(tokens), loss.new_tensor(text_bytes)])
     loss_sum, all_tokens, all_bytes = sum_over_ranks(totals).tolist()
     mean = loss_sum / all_tokens
     return {
