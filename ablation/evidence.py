@@ -158,7 +158,7 @@ def checklist(runs: Sequence[Run], comparisons: Sequence[dict[str, Any]]) -> lis
     add("loss beside throughput", ", ".join(both) if both else "")
     seeds = list(dict.fromkeys(run.seed for run in runs))
     timed = sorted({len(run.steady_times) for run in runs})
-    window = f"{timed[0]}-{timed[-1]} timed steps a run" if timed and timed[-1] else ""
+    window = f"{'-'.join(map(str, dict.fromkeys((timed[0], timed[-1]))))} timed steps a run" if any(timed) else ""
     add("seeds and window", f"seeds {', '.join(seeds)}; {window}" if seeds and window else "")
     return rows
 

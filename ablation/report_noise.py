@@ -9,12 +9,12 @@ from ablation.wording import loss_decimals, validity_cell
 
 
 def _held(interval: list[float] | None, nothing: float) -> Cell:
-    """Whether an A/A interval holds the value of no difference."""
+    """Whether an A/A interval holds the value of no difference, as it should."""
     if interval is None:
         return cell("n = 1: no interval", tone="muted")
     if interval[0] <= nothing <= interval[1]:
-        return cell("no difference", tone="good")
-    return cell("a difference: one time in twenty is chance, twice is an instrument error", tone="warning")
+        return cell("no winner", tone="good")
+    return cell("a winner: one time in twenty is chance, twice is an instrument error", tone="warning")
 
 
 def _loss_against_itself(numbers: Numbers, label: str) -> Cell:

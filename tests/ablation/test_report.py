@@ -219,7 +219,7 @@ def test_the_first_screen_of_only_a_a_says_whether_it_found_a_winner(tmp_path):
     write_report(result, place)
     text = (place / "report.md").read_text()
     first = text[: text.index("## ")]
-    for part in ("no difference", "loss, disjoint seeds", "tokens/s, same seeds", "| identical |", "| valid |"):
+    for part in ("no winner", "loss, disjoint seeds", "tokens/s, same seeds", "| identical |", "| valid |"):
         assert part in first
     assert "## Validity" in text and "wd_0.1, disjoint seeds: all" in text
     lines = (folder / "wd_0.1" / "seed2-1gpu-repeat1" / "metrics.jsonl").read_text().replace('"step": 60', '"step": 61')
