@@ -150,24 +150,14 @@ def _curves(result: dict[str, Any], name: str, axis: str, label: str, *, cut: bo
     return figure
 
 
-def _loss_tokens(result: dict[str, Any]) -> Any:
-    return _curves(result, _curve_name(result), "tokens", _loss_label(result), cut=True)
-
-
-def _loss_seconds(result: dict[str, Any]) -> Any:
-    return _curves(result, _curve_name(result), "seconds", _loss_label(result), cut=True)
-
-
-def _loss_label(result: dict[str, Any]) -> str:
-    return _metric_name(result["decision"]["metric"]) if _curve_name(result) == "metric" else "training loss"
+def _loss(result: dict[str, Any], axis: str) -> Any:
+    name = _curve_name(result)
+    label = _metric_name(result["decision"]["metric"]) if name == "metric" else "training loss"
+    return _curves(result, name, axis, label, cut=True)
 
 
 def _metric_name(tag: str) -> str:
     return {"validation_metrics/loss": "validation loss"}.get(tag, tag)
-
-
-def _rate(result: dict[str, Any]) -> Any:
-    return _curves(result, "rate", "tokens", "tokens/s/device", cut=False)
 
 
 def _difference(result: dict[str, Any]) -> Any:
@@ -296,10 +286,10 @@ def _expert_load(result: dict[str, Any]) -> Any:
 DRAWINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "verdict_loss": lambda result: _forest(result, "loss"),
     "verdict_speed": lambda result: _forest(result, "speed"),
-    "loss_tokens": _loss_tokens,
-    "loss_seconds": _loss_seconds,
+    "loss_tokens": lambda result: _loss(result, "tokens"),
+    "loss_seconds": lambda result: _loss(result, "seconds"),
     "loss_difference": _difference,
-    "throughput": _rate,
+    "throughput": lambda result: _curves(result, "rate", "tokens", "tokens/s/device", cut=False),
     "variable": _over_variable,
     "tune": _tune,
     "expert_load": _expert_load,

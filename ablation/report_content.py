@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from ablation.document import (
+    DASH,
     Block,
     Card,
     Cards,
@@ -58,7 +59,7 @@ def content(result: dict[str, Any], figures: set[str], note: str = "") -> list[B
         blocks += noise_blocks(result)
     blocks += _question(result)
     blocks += _validity(result)
-    blocks += _paired_tables(result)
+    blocks += [*_paired_tables(result), *_contrasts(result)]
     blocks += [
         Heading("Curves"),
         _pictures(figures, ("loss_tokens", "loss_seconds", "loss_difference", "throughput", "variable", "tune")),
@@ -187,10 +188,35 @@ def _paired_tables(result: dict[str, Any]) -> list[Block]:
     return blocks
 
 
+def _contrasts(result: dict[str, Any]) -> list[Block]:
+    """Interactions of a factorial, or steps of a ladder."""
+    numbers, rows = Numbers(result), []
+    for i, row in enumerate(result["contrasts"]):
+        cells = [
+            numbers.with_interval(
+                f"contrasts/{i}/{name}/value",
+                f"contrasts/{i}/{name}/interval",
+                ratio=name == "speed",
+                decimals=loss_decimals(result) if name == "loss" else None,
+            )
+            if row[name]
+            else cell(DASH, tone="muted")
+            for name in ("loss", "speed")
+        ]
+        rows.append([cell(row["arm"]), cell(row["kind"]), *cells])
+    if not rows:
+        return []
+    factorial = result["question"].get("design") == "factorial"
+    note = "Effects add in loss and multiply in speed where nothing interacts. " if factorial else ""
+    note += "Estimates at 95 % each, without a verdict."
+    columns = ["arm", "", "loss difference", "tokens/s/device"]
+    return [Heading("Interactions" if factorial else "Steps of the ladder", 3), Table(columns, rows, note)]
+
+
 def _mean_sd(numbers: Numbers, row: dict[str, Any], path: str, decimals: int | None) -> Cell:
     side = row[path.rpartition("/")[2]]
     if side is None:
-        return cell("–", tone="muted")
+        return cell(DASH, tone="muted")
     if side["sd"] and decimals is None:
         decimals = decimals_of_spread(side["sd"])
     head = numbers.plain(f"{path}/mean", decimals)

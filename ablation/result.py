@@ -17,6 +17,7 @@ from ablation.comparisons import (
     judge_parts,
     summary,
 )
+from ablation.contrasts import contrasts
 from ablation.evidence import checklist, commands, curves, environment, expert_load, run_row
 from ablation.measures import throughput, value_at_tokens
 from ablation.runs import TRAIN_LOSS, VALIDATION_LOSS, Run, latest_question
@@ -266,6 +267,7 @@ def _result(
         "aa": bands,
         "drift": drift,
         "comparisons": tables,
+        "contrasts": contrasts(str(arms.question.get("design") or ""), comparisons),
         "arms": {
             label: {
                 "role": roles[label], "devices": members[0].world_size,

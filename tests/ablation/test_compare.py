@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from ablation.compare import main
+from ablation.report_content import content
+from ablation.report_markdown import render_markdown
 from ablation.result import Rule, build_result
 from ablation.runs import find_runs
 from config.errors import ConfigError
@@ -293,3 +295,30 @@ def test_comparing_loads_no_torch(tmp_path):
         [sys.executable, "-c", code, str(folder)], env=env, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_a_factorial_tells_the_interaction_and_a_ladder_its_steps(tmp_path):
+    both = {"optimizer.weight_decay": 0.01, "optimizer.eps": 1e-6}
+    base = {"optimizer.weight_decay": 0.1, "optimizer.eps": 1e-8}
+    arms = {
+        "wd_0.1": Arm(base),
+        "wd": Arm(base | {"optimizer.weight_decay": 0.01}, loss=-0.03, speed=0.98),
+        "eps": Arm(base | {"optimizer.eps": 1e-6}, loss=-0.02, speed=0.99),
+        "wd+eps": Arm(both, loss=-0.09, speed=0.98 * 0.99 * 0.95),
+    }
+    question = {"variable": ["optimizer.weight_decay", "optimizer.eps"], "design": "factorial", "aa": False}
+    quiet = Noise(arm=0.001, speed=0.001)
+    folder = write_ablation(tmp_path, arms, name="f", question=question, noise=quiet)
+    (entry,) = result_of(folder)["contrasts"]
+    assert (entry["arm"], entry["kind"]) == ("wd+eps", "beyond wd and eps together")
+    assert entry["loss"]["value"] == pytest.approx(-0.04, abs=0.004) and entry["loss"]["n"] == 3
+    assert entry["loss"]["interval"][0] < -0.04 < entry["loss"]["interval"][1]
+    assert entry["speed"]["value"] == pytest.approx(0.95, abs=0.005)
+    del arms["eps"]
+    ladder = result_of(write_ablation(tmp_path, arms, name="l", question=question | {"design": "ladder"}, noise=quiet))
+    (entry,) = ladder["contrasts"]
+    assert entry["kind"] == "against wd" and entry["loss"]["value"] == pytest.approx(-0.06, abs=0.004)
+    (folder / "wd" / "seed2-1gpu" / "DONE").unlink()
+    assert result_of(folder)["contrasts"][0]["loss"] is None
+    text = render_markdown(content(ladder | {"directory": "l"}, set()))
+    assert "Steps of the ladder" in text and "| wd+eps | against wd |" in text
