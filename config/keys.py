@@ -184,7 +184,9 @@ def converted(kind: Any, value: Any) -> Any:
     elif kind is Any:
         return value
     elif kind is float:
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            if not math.isfinite(value):
+                raise ValueError("expected a finite number")
             return float(value)
     elif type(value) is kind:
         return value

@@ -41,7 +41,7 @@ def missing_files(config: Config, origins: dict[str, str]) -> Iterator[str]:
         where = said("model.hf_assets_path", config.model.hf_assets_path)
         way_out = 'Put tokenizer.json there, or set data.tokenizer = "bpe" or "bytes".'
         if not folder.is_dir():
-            yield f"{where}: no such folder (relative to {Path.cwd()}); the tokenizer is read from it. {way_out}"
+            yield f"{where}: no such folder{_from_here(folder)}; the tokenizer is read from it. {way_out}"
         elif not (folder / "tokenizer.json").is_file():
             yield f"{where}: holds no tokenizer.json. {way_out}"
     for full, path in (("job.run_dir", config.job.run_dir), ("job.dump_folder", config.job.dump_folder)):
@@ -49,11 +49,16 @@ def missing_files(config: Config, origins: dict[str, str]) -> Iterator[str]:
             yield f"{said(full, path)}: is a file; expected a folder, or a name that is free"
 
 
+def _from_here(path: Path) -> str:
+    """Where a relative path was looked for."""
+    return "" if path.is_absolute() else f" (relative to {Path.cwd()})"
+
+
 def _missing_corpus(keys: dict[str, Any], said: Callable[[str, str], str]) -> Iterator[str]:
     if keys["corpus"] == "text":
         path = Path(keys["path"]).expanduser()
         if not path.exists():
-            yield f"{said('path', keys['path'])}: no such file or folder (relative to {Path.cwd()})"
+            yield f"{said('path', keys['path'])}: no such file or folder{_from_here(path)}"
         elif path.is_dir() and not any(path.iterdir()):
             yield f"{said('path', keys['path'])}: the folder is empty; expected .txt, .jsonl or .parquet files."
         elif path.is_file() and path.stat().st_size == 0:

@@ -37,8 +37,8 @@ class Model:
     """Model family: the group of flavors to choose from."""
     flavor: str = "debug"
     """Named shape within the family, see config/flavors.py."""
-    hf_assets_path: str = ""
-    """Folder with tokenizer.json (and tokenizer_config.json), used when data.tokenizer is "file"."""
+    hf_assets_path: str = key("", parent="data.tokenizer", parent_values=("auto", "file"))
+    """Folder with tokenizer.json (and tokenizer_config.json)."""
     vocab_size: int | None = key(None, minimum=1)
     """Rows of the embedding. Unset: the flavor's. May exceed the tokenizer's vocabulary, never fall short of it."""
     dim: int | None = key(None, minimum=1)

@@ -78,7 +78,7 @@ def _read(path: Path, chain: tuple[Path, ...]) -> Document:
 def _parse(path: Path, route: str) -> dict[str, Any]:
     by = f" (base: {route})" if route else ""
     try:
-        return tomli.loads(path.read_bytes().decode("utf-8"))
+        return tomli.loads(path.read_bytes().decode("utf-8-sig"))  # some editors begin a file with a byte order mark
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file{by}{_similar_file(path)}") from None
     except IsADirectoryError:

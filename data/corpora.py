@@ -112,11 +112,18 @@ def _walk(root: Path, skipped: set[str]) -> list[Path]:
 
 
 def _content_hashes(files: list[tuple[str, Path]]) -> list[str]:
-    """Hex sha256 of each file's bytes. Reads them all, so no change is missed: about a second a gigabyte and core."""
+    """Hex sha256 of each file's bytes. Reads them all, so no change is missed: about a second a gigabyte and core.
+
+    Raises:
+        ConfigError: a file that cannot be read, such as a link to nothing.
+    """
 
     def one(entry: tuple[str, Path]) -> str:
-        with open(entry[1], "rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
+        try:
+            with open(entry[1], "rb") as stream:
+                return hashlib.file_digest(stream, "sha256").hexdigest()
+        except OSError as error:
+            raise ConfigError(f"{entry[1]}: cannot be read: {error.strerror}; repair or remove it") from None
 
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         return list(pool.map(one, files))

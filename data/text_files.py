@@ -70,7 +70,8 @@ def _jsonl(name: str, path: Path, text_field: str) -> Iterator[Document]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise ConfigError(f"{path}:{number}: not JSON: {error}") from None
+            what = f"{error.msg} at column {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
+            raise ConfigError(f"{path}:{number}: not JSON: {what}") from None
         yield Document(f"{name}:{number}", row_text(row, text_field, f"{path}:{number}"))
 
 

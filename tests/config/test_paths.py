@@ -1,5 +1,7 @@
 """What a run will read must exist before anything starts; a dry run and load_file do not look."""
 
+from pathlib import Path
+
 from config.load import load, load_file
 from config.paths import missing_files
 from tests.config.refusal import refusal
@@ -14,7 +16,8 @@ def test_data_path_missing_or_empty(tmp_path):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "full.txt").write_text("words")
     message = refusal(tmp_path, load, text(tmp_path / "none"))
-    assert f'data.path = "{tmp_path}/none" (command line): no such file or folder' in message
+    assert message == f'data.path = "{tmp_path}/none" (command line): no such file or folder'
+    assert f"(relative to {Path.cwd()})" in refusal(tmp_path, load, text("none"))
     assert "the folder is empty" in refusal(tmp_path, load, text(tmp_path / "folder"))
     assert "the file is empty" in refusal(tmp_path, load, text(tmp_path / "empty.txt"))
     assert load(text(tmp_path / "full.txt")).config.data.path
@@ -38,7 +41,8 @@ def test_tokenizer_file(tmp_path):
     assert "no such folder" in refusal(tmp_path, load, words)
     (tmp_path / "assets").mkdir()
     assert "holds no tokenizer.json" in refusal(tmp_path, load, words)
-    assert load([*words, "--data.tokenizer", "bpe"]).config.data.tokenizer == "bpe"
+    other = load([*words, "--data.tokenizer", "bpe"])
+    assert other.notes == ['model.hf_assets_path (command line) has no effect while data.tokenizer = "bpe"']
     (tmp_path / "assets" / "tokenizer.json").write_text("{}")
     assert load(words).config.model.hf_assets_path
 

@@ -36,6 +36,11 @@ def test_syntax_error_has_file_line_and_column(tmp_path):
     assert "run.toml, line 2: not UTF-8" in refusal(tmp_path, load_file, tmp_path / "run.toml")
 
 
+def test_a_byte_order_mark_is_no_mistake(tmp_path):
+    (tmp_path / "run.toml").write_bytes(b"\xef\xbb\xbf[training]\nsteps = 5\n")
+    assert load_file(tmp_path / "run.toml").config.training.steps == 5
+
+
 def test_the_same_key_twice_is_a_syntax_error(tmp_path):
     assert "run.toml, line 3" in refused(tmp_path, "[training]\nsteps = 5\nsteps = 6\n")
 
@@ -72,7 +77,7 @@ def test_unknown_section_or_key_is_named_with_the_nearest(tmp_path, text, messag
         ("[training]\nsteps = 5.0", "training.steps = 5.0: expected an integer"),
         ("[training]\nsteps = true", "training.steps = true: expected an integer"),
         ("[optimizer]\nlr = true", "optimizer.lr = true: expected a number"),
-        ("[optimizer]\nlr = nan", "optimizer.lr = nan: expected a number"),
+        ("[optimizer]\nlr = nan", "optimizer.lr = nan: expected a finite number"),
         ("[compile]\nenable = 1", "compile.enable = 1: expected true or false"),
         ("[model]\nname = 3", "model.name = 3: expected a string"),
         ("[model]\ndim = 1.5", "model.dim = 1.5: expected an integer"),

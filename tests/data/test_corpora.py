@@ -122,6 +122,13 @@ def test_missing_and_unsupported_paths(tmp_path):
         TextCorpus(str(tmp_path / "a.csv"))
 
 
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "there.txt").write_text("words")
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere.txt")
+    with pytest.raises(ConfigError, match="gone.txt: cannot be read: No such file or directory; repair or remove it"):
+        TextCorpus(str(tmp_path)).fingerprint()
+
+
 @pytest.mark.parametrize("name", ["bad.txt", "bad.jsonl"])
 def test_not_utf8_names_file_and_line(tmp_path, name):
     (tmp_path / name).write_bytes(b'{"text": "fine"}\n{"text": "caf\xe9"}\n')
@@ -140,8 +147,8 @@ def test_rows_without_the_field(tmp_path):
     path.write_text("[1, 2]\n")
     with pytest.raises(ConfigError, match="rows.jsonl:1: the row is list"):
         read(path)
-    path.write_text('{"text": "fine"}\n\n{"text": \n')
-    with pytest.raises(ConfigError, match="rows.jsonl:3: not JSON"):
+    path.write_text('{"text": "fine"}\n\n{"text" 7}\n')
+    with pytest.raises(ConfigError, match="rows.jsonl:3: not JSON: Expecting ':' delimiter at column 9$"):
         read(path)
 
 
