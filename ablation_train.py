@@ -60,6 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(mistake)
     from config.errors import ConfigError
     from config.load import load
+    from config.render import render_dry_run
     from config.world import check_world
 
     try:
@@ -68,12 +69,15 @@ def main(arguments: list[str] | None = None) -> int:
         resolved = load(complete)
         check_world(resolved.config, launch.world_size)
         job = resolved.config.job
-        if not job.dry_run and launch.world_size > 1:
+        if job.dry_run:
+            print(render_dry_run(resolved, launch.world_size), flush=True)
+            return 0
+        if launch.world_size > 1:
             _check_ranks(resolved, launch)
     except ConfigError as error:
         return _fail(str(error))
-    if job.dry_run:
-        return _run([sys.executable, str(ROOT / "train.py"), *complete], launch)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     with tempfile.TemporaryDirectory(prefix="ablation-train-") as logs:
         code = _run(command(launch, complete, logs), launch)
         if code:
@@ -149,15 +153,23 @@ def launch_from(environment: Mapping[str, str]) -> Launch:
 def with_config_file(arguments: list[str], environment: Mapping[str, str]) -> list[str]:
     """The arguments with ``--job.config_file``: theirs, else CONFIG_FILE, else the debug configuration.
 
-    A relative CONFIG_FILE is looked for in the working directory, then in the checkout.
+    A relative name is looked for in the working directory, then in the checkout.
 
     Raises:
-        ConfigError: CONFIG_FILE is not a file.
+        ConfigError: CONFIG_FILE is not a file. (A file that is named in the arguments is judged by what loads it.)
     """
     from config.errors import ConfigError
 
-    if any(a.partition("=")[0] in ("--job.config_file", "--job.config-file", "--help", "-h") for a in arguments):
-        return arguments
+    for place, word in enumerate(arguments):
+        option, equals, name = word.partition("=")
+        if option in ("--help", "-h"):
+            return arguments
+        if option.replace("-", "_") == "__job.config_file":
+            name = name if equals else "".join(arguments[place + 1 : place + 2])
+            if Path(name).exists() or not (ROOT / name).is_file():
+                return arguments
+            after = arguments[place + (1 if equals else 2) :]
+            return [*arguments[:place], "--job.config_file", str(ROOT / name), *after]
     name = environment.get("CONFIG_FILE") or ""
     found = [path for path in (Path(name), ROOT / name) if path.is_file()] if name else [ROOT / DEFAULT_CONFIG]
     if not found:
@@ -195,8 +207,22 @@ def next_commands(folder: str, arguments: list[str], seed: int) -> str:
     launcher = _typed(Path(sys.argv[0]) if installed else ROOT / "run_llama_train.sh")
     settings = "".join(f"{n}={shlex.quote(os.environ[n])} " for n in ("NGPU", "CONFIG_FILE") if os.environ.get(n))
     curves = shlex.join([tensorboard, "--logdir", folder])
-    again = settings + shlex.join([launcher, *arguments, "--debug.seed", str(seed + 1)])
+    kept = _without(arguments, "--job.run_dir", "--debug.seed")  # a directory holds one configuration
+    again = settings + shlex.join([launcher, *kept, "--debug.seed", str(seed + 1)])
     return f"\nThe curves, and the same run with another seed:\n\n  {curves}\n  {again}"
+
+
+def _without(arguments: list[str], *options: str) -> list[str]:
+    """The arguments without those options and their one value."""
+    kept: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        option, equals, _ = word.partition("=")
+        if "--" + option[2:].replace("-", "_") not in options:
+            kept.append(word)
+        elif not equals:
+            next(words, None)
+    return kept
 
 
 def _typed(path: Path) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import ablation_train
-from ablation_train import Launch, command, launch_from, next_commands
+from ablation_train import Launch, command, launch_from, next_commands, with_config_file
 from config.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -79,7 +79,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, capsy
     assert ablation_train.main(["--job.dry_run"]) == 0, "a dry run needs no device"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert ablation_train.main([]) == 0, "without GPUs the ranks are CPU processes"
-    assert len(started) == 2
+    assert len(started) == 1
 
 
 def test_one_rank_needs_no_torchrun_and_hidden_ranks_write_to_files() -> None:
@@ -135,6 +135,29 @@ def test_a_relative_config_file_is_first_that_of_the_working_directory(tmp_path:
     assert result.returncode == 2 and "stepz" in result.stderr
 
 
+@pytest.mark.parametrize("typed", [["--job.config_file", "{}"], ["--job.config_file={}"], ["--job.config-file", "{}"]])
+def test_a_relative_option_is_that_of_the_checkout_where_there_is_no_other(
+    typed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = [word.format("train_configs/debug_cpu.toml") for word in typed]
+    rest = ["--training.steps", "5"]
+    found = with_config_file([*rest, *options, *rest], {"CONFIG_FILE": "not read"})
+    assert found == [*rest, "--job.config_file", str(ROOT / "train_configs" / "debug_cpu.toml"), *rest]
+    (tmp_path / "train_configs").mkdir()
+    (tmp_path / "train_configs" / "debug_cpu.toml").touch()
+    assert with_config_file(options, {}) == options
+    assert with_config_file(["--job.config_file"], {}) == ["--job.config_file"]
+
+
+def test_ctrl_c_during_the_checks_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(environment: object) -> Launch:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ablation_train, "launch_from", interrupted)
+    assert ablation_train.main([]) == 130
+
+
 def test_a_package_of_the_same_name_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other" / "config").mkdir(parents=True)
     (tmp_path / "other" / "config" / "__init__.py").touch()
@@ -153,9 +176,11 @@ def test_an_installation_without_its_checkout_is_refused(tmp_path: Path) -> None
 def test_what_to_type_next_can_be_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONFIG_FILE", "my configs/a.toml")
     monkeypatch.delenv("NGPU", raising=False)
-    curves, again = next_commands("outputs/a b", ["--training.steps", "5"], 2).strip().splitlines()[-2:]
+    typed = ["--job.run_dir", "outputs/a b", "--debug.seed=2", "--training.steps", "5"]
+    curves, again = next_commands("outputs/a b", typed, 2).strip().splitlines()[-2:]
     assert curves.endswith("--logdir 'outputs/a b'")
-    assert "CONFIG_FILE='my configs/a.toml' " in again and again.endswith("--training.steps 5 --debug.seed 3")
+    assert "CONFIG_FILE='my configs/a.toml' " in again
+    assert again.endswith("run_llama_train.sh --training.steps 5 --debug.seed 3"), "a run directory holds one run"
 
 
 def bare_python(folder: Path) -> Path:
