@@ -21,6 +21,7 @@ import titan
 from config.arithmetic import flops_per_token, parameter_counts
 from config.errors import ConfigError
 from config.flavors import resolve_shape
+from config.layouts import check_layout_on
 from config.load import Resolved, load
 from config.render import render_dry_run
 from config.schema import Config
@@ -35,9 +36,12 @@ from model.load_statistics import loads
 from model.loss import cross_entropy_sum
 from parallelisms import process_group
 from parallelisms.data_parallel import set_gradient_sync
+from parallelisms.gradient_norm import clip_grad_norm
 from parallelisms.mesh import Mesh
 from parallelisms.names import named_parameters
 from parallelisms.parallelize import compute_precision, parallelize
+from parallelisms.vocabulary_loss import vocabulary_parallel_cross_entropy_sum
+from parallelisms.zero import shard_states
 from trainer.determinism import set_determinism
 from trainer.load_map import LoadMap
 from trainer.loss_watch import LossWatch, NonFiniteLoss
@@ -70,8 +74,7 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> Decoder:
     def initial(name: str, size: torch.Size, device: torch.device) -> torch.Tensor:
         return draw(name, size, initial_value(name, shape), seeds(config)["init_seed"], device)
 
-    parallelize(model, mesh, config, draw=initial, device=device)
-    return model
+    return parallelize(model, mesh, config, draw=initial, device=device)
 
 
 def build_step(
@@ -83,15 +86,21 @@ def build_step(
 ) -> TrainStep:
     """One optimizer step of ``config`` for ``model``; ``accept`` may veto its update."""
     loss = cross_entropy_sum
+    if mesh.device_mesh is not None and mesh.tp > 1 and not config.parallelism.disable_loss_parallel:
+        loss = functools.partial(vocabulary_parallel_cross_entropy_sum, group=mesh.device_mesh["tp"].get_group())
     if config.compile.enable and "loss" in config.compile.components:
         loss = torch.compile(loss, backend=config.compile.backend)
+    optimizer = build_optimizer(named_parameters(model), config.optimizer)
+    if config.parallelism.zero_stage == 1 and mesh.device_mesh is not None:
+        optimizer = shard_states(optimizer, mesh.device_mesh["dp_replicate"])
     return TrainStep(
         model=model,
         loss=loss,
-        optimizer=build_optimizer(named_parameters(model), config.optimizer),
+        optimizer=optimizer,
         device=device,
         precision=functools.partial(compute_precision, mesh, config, device),
         set_gradient_sync=set_gradient_sync,
+        clip_grad_norm=clip_grad_norm,
         max_norm=config.training.max_norm,
         accept=accept,
         experts=build_expert_step(config, model, mesh),
@@ -234,6 +243,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         check_world(config, world_size)
         device = pick_device(local_rank)
+        check_layout_on(config, device.type)
         if run_directory_state(resolved, opener=rank == 0) == "done":
             logger.info("%s is DONE with this configuration: nothing to do", config.job.run_dir)
             return 0

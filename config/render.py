@@ -8,7 +8,7 @@ from config.keys import shown
 from config.load import Resolved, flatten
 from config.paths import missing_files
 from config.rules import effective, tokenizer_kind
-from config.world import DEGREES, derived, mesh_degrees
+from config.world import DATA_AXES, DEGREES, derived, mesh_degrees
 
 _WIDEST_VALUE = 44
 
@@ -90,7 +90,7 @@ def render_dry_run(resolved: Resolved, world_size: int) -> str:
     held = memory(shape, config.optimizer.name, degrees["dp_shard"])
     parts = {"embedding": counts.embedding, "blocks": counts.layers, "head": counts.head, "norm": shape.dim}
     in_parts = " + ".join(f"{name} {n:,}" for name, n in parts.items() if n) + ("" if counts.head else ", head tied")
-    mesh = " x ".join(f"{axis}({degrees[axis]})" for axis in DEGREES)
+    mesh = " x ".join(f"{axis}({degrees[axis]})" for axis in DEGREES if degrees[axis] > 1 or axis in DATA_AXES)
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     lines = [
         _heading("Configuration", " <- ".join(str(path) for path in reversed(resolved.files)) or "defaults"),

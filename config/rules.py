@@ -13,6 +13,7 @@ from typing import Any
 from config.errors import ConfigError
 from config.flavors import ModelShape, resolve_shape
 from config.keys import all_keys, checked, did_you_mean, shown, unknown_key
+from config.layouts import layout_notes, layout_rules
 from config.moe_rules import moe_notes, moe_rules
 from config.schema import Config
 
@@ -65,13 +66,14 @@ def check(config: Config, origins: dict[str, str]) -> list[str]:
     broken = [
         *_model_rules(config, shape, said),
         *moe_rules(config, shape, said),
+        *layout_rules(config, shape, said),
         *_step_rules(config, said),
         *_data_rules(config, shape, said),
         *_option_rules(config, said),
     ]
     if broken:
         raise ConfigError("\n".join(broken))
-    return [*_schedule_notes(config), *_moe_notes(config, shape), *moe_notes(config, shape)]
+    return [*layout_notes(config), *_schedule_notes(config), *_moe_notes(config, shape), *moe_notes(config, shape)]
 
 
 def _model_rules(config: Config, shape: ModelShape, said: Said) -> Iterator[str]:

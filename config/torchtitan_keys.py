@@ -39,7 +39,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "training.gc_debug": ((False,), "there is no collector debugging; training.gc_freq sets when it runs"),
     "training.dataloader.num_workers": ((0,), "data are prepared by one background thread; see data.prefetch_steps"),
-    "parallelism.tensor_parallel_degree": ((1,), f"tensor parallelism is {_LATER}; set it to 1"),
     "parallelism.pipeline_parallel_degree": ((1,), f"pipeline parallelism is {_LATER}; set it to 1"),
     "parallelism.context_parallel_degree": ((1,), f"context parallelism is {_LATER}; set it to 1"),
     "parallelism.expert_parallel_degree": ((1,), f"expert parallelism is {_LATER}; set it to 1"),
@@ -91,8 +90,6 @@ FOLLOWS: dict[str, str] = {
         for section in ("training", "validation")
         for name in ("persistent_workers", "pin_memory", "prefetch_factor")
     },
-    "parallelism.disable_loss_parallel": "parallelism.tensor_parallel_degree",
-    "parallelism.enable_async_tensor_parallel": "parallelism.tensor_parallel_degree",
     **{
         f"parallelism.{name}": "parallelism.pipeline_parallel_degree"
         for name in (

@@ -11,7 +11,11 @@ from config.errors import ConfigError
 from config.keys import shown
 from config.schema import Config
 
-DEGREES = {"dp_replicate": "data_parallel_replicate_degree", "dp_shard": "data_parallel_shard_degree"}
+DEGREES = {
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "tp": "tensor_parallel_degree",
+}
 """Axis of the mesh -> key of [parallelism], in the order of the mesh. Each axis multiplies the number of ranks."""
 DATA_AXES = ("dp_replicate", "dp_shard")
 """Axes whose ranks read different sequences."""
@@ -51,14 +55,20 @@ def smallest_world(config: Config) -> int:
 
 
 def mesh_degrees(config: Config, world_size: int) -> dict[str, int]:
-    """Axis -> degree for ``world_size`` ranks, ``data_parallel_shard_degree = -1`` derived.
+    """Axis -> degree for ``world_size`` ranks: ``data_parallel_shard_degree = -1`` is derived, and under ``zero_stage``
+    0 and 1 the replicate degree is.
 
     Raises:
         ConfigError: the degrees do not multiply to the number of ranks.
     """
     degrees = {axis: getattr(config.parallelism, key) for axis, key in DEGREES.items()}
+    if config.parallelism.zero_stage in (0, 1):
+        degrees["dp_shard"] = 1
+        others = prod(n for axis, n in degrees.items() if axis != "dp_replicate")
+        if degrees["dp_replicate"] == 1 and world_size % others == 0:
+            degrees["dp_replicate"] = world_size // others
     fixed = prod(n for n in degrees.values() if n != -1)
-    product = " x ".join(f"{axis}({n})" for axis, n in degrees.items() if n != -1)
+    product = " x ".join(f"{axis}({n})" for axis, n in degrees.items() if n not in (-1, 1)) or "dp_shard(1)"
     if degrees["dp_shard"] == -1:
         if world_size % fixed:
             raise ConfigError(

@@ -91,6 +91,14 @@ def wide(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+class Gate(nn.Linear):
+    """The router's linear map, in the dtype of its input. A module that is called, so that it can be spread."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(T, dim) -> (T, E)."""
+        return F.linear(x, self.weight.to(x.dtype))
+
+
 class Router(nn.Module):
     """Token-choice (or expert-choice) routing over E experts.
 
@@ -105,7 +113,7 @@ class Router(nn.Module):
         self.shape = shape
         self.moe = moe
         self.dtype = torch.bfloat16 if moe.router_dtype == "bfloat16" else torch.float32
-        self.gate = nn.Linear(dim, shape.num_experts, bias=False)
+        self.gate = Gate(dim, shape.num_experts, bias=False)
 
     def forward(
         self,
@@ -138,7 +146,7 @@ class Router(nn.Module):
                 # Switch Transformer: input times U(1 - e, 1 + e).
                 spread = uniform(noise_key, _JITTER, numbers, x.shape[-1])
                 x = x * (1.0 + moe.jitter * (2.0 * spread - 1.0)).to(x.dtype)
-            logits = F.linear(x, self.gate.weight.to(dtype))
+            logits = self.gate(x)
         if moe.balance == "random_logits":
             # Megatron's forced balance: standard normal logits, the gradient passed through as if they were the
             # router's.

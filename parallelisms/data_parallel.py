@@ -23,6 +23,7 @@ def apply_fsdp(
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     reshard_after_forward: str,
+    prefetch_blocks: int | None = None,
     router_dtype: torch.dtype | None = None,
 ) -> None:
     """Shard ``model`` in place with FSDP2: a unit a block, one for the embedding, one for the final norm and head.
@@ -34,9 +35,11 @@ def apply_fsdp(
         reduce_dtype: dtype of the gradient reduction.
         reshard_after_forward: "default", "always" or "never". The default frees every unit except the last, which the
             backward pass needs at once.
+        prefetch_blocks: blocks gathered ahead of the one that computes, in both directions. None: FSDP2's own order.
         router_dtype: dtype of the gathered routers of a mixture of experts. None: there are none.
     """
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    # Activations have the compute dtype already. A cast would catch the rotary table, which is float32 for a reason.
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     reshard = reshard_after_forward != "never"
     embedding, norm, output = (model.get_submodule(n) for n in ("tok_embeddings", "norm", "output"))
     if output.weight is embedding.weight:
@@ -61,8 +64,22 @@ def apply_fsdp(
             module.set_gradient_divide_factor(1.0)
             if mesh.device_type == "cpu":  # gloo has no PREMUL_SUM
                 module.set_force_sum_reduction_for_comms(True)
+    if prefetch_blocks is not None:
+        _prefetch(model, prefetch_blocks)
     kind = "HSDP" if mesh.ndim == 2 else "FSDP"
     logger.info("Applied %s over %s, parameters %s, reductions %s", kind, tuple(mesh.shape), param_dtype, reduce_dtype)
+
+
+def _prefetch(model: nn.Module, depth: int) -> None:
+    """Gather the units of the next ``depth`` blocks early: those after it in forward, those before it in backward."""
+    blocks = list(model.get_submodule("layers").children())
+    for i, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(_units(blocks[i + 1 : i + 1 + depth]))
+        block.set_modules_to_backward_prefetch(_units(blocks[max(0, i - depth) : i][::-1]))
+
+
+def _units(blocks: list[nn.Module]) -> list[FSDPModule]:
+    return [module for block in blocks for module in block.modules() if isinstance(module, FSDPModule)]
 
 
 def apply_ddp(model: nn.Module, mesh: DeviceMesh) -> None:

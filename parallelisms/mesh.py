@@ -47,8 +47,10 @@ class Mesh:
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP2 holds the parameters."""
-        return self.dp_shard > 1
+        """Whether FSDP2 holds the parameters: where data ranks share them, and under tensor parallelism always, as it
+        is FSDP2 that casts parameters, so that ranks exchange activations in the compute dtype.
+        """
+        return self.dp_shard > 1 or self.tp > 1
 
     @property
     def replicated(self) -> bool:

@@ -11,6 +11,7 @@ A gradient passes when |g - g0| <= 1e-5 max(|g0|, 1e-6 x global norm) in L2, and
 failure is repeated in float64: an error that vanishes there was rounding, one that stays is wrong.
 """
 
+import contextlib
 import copy
 import hashlib
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 import train
@@ -98,24 +101,34 @@ def _train(config: Config, steps: int) -> Trace:
         pipeline = build_data(config, dp_rank=mesh.dp_rank, dp_degree=mesh.dp_degree)
         model = train.build_model(config, mesh, torch.device("cpu"))
         step = train.build_step(config, model, mesh, torch.device("cpu"))
-        result = Trace(initial=_full(dict(named_parameters(model))))
+        with _gathered(model):
+            result = Trace(initial=_full(dict(named_parameters(model))))
         for _ in range(steps):
             batch = pipeline.train.next_step()
             _record_tokens(result, batch)
             step.optimizer.zero_grad()
             loss_sum = step.forward_backward(batch)
-            gradients = {n: p.grad for n, p in named_parameters(model)}
-            missing = [n for n, g in gradients.items() if g is None]
-            assert not missing, f"no gradient for {missing}"
-            result.gradients.append(_full(gradients))
+            with _gathered(model, with_grads=True):
+                gradients = {n: p.grad for n, p in named_parameters(model)}
+                missing = [n for n, g in gradients.items() if g is None]
+                assert not missing, f"no gradient for {missing}"
+                result.gradients.append(_full(gradients))
             result.norms.append(float(step.clip()))
             step.update(batch)
-            result.weights.append(_full(dict(named_parameters(model))))
+            with _gathered(model):
+                result.weights.append(_full(dict(named_parameters(model))))
             result.losses.append(float(mesh.sum_over_data(loss_sum)) / batch.global_valid_tokens)
         pipeline.close()
     finally:
         torch.set_default_dtype(default)
     return result
+
+
+def _gathered(model: nn.Module, *, with_grads: bool = False) -> contextlib.AbstractContextManager[None]:
+    """Within it, parameters that FSDP1 keeps as plain pieces are whole."""
+    if isinstance(model, FullyShardedDataParallel):
+        return FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=with_grads)
+    return contextlib.nullcontext()
 
 
 def _full(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -1,15 +1,12 @@
 """One optimizer step: forward and backward over the micro-batches, gradient norm, clipping, update."""
 
 import contextlib
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-
-import titan
 
 
 class MicroBatch(Protocol):
@@ -72,6 +69,7 @@ class TrainStep:
         device: where batches go.
         precision: makes the context of a forward pass.
         set_gradient_sync: (model, enabled) -> None, whether the next backward pass reduces gradients over ranks.
+        clip_grad_norm: (model, max_norm) -> the gradient's norm before clipping to max_norm; 0 does not clip.
         max_norm: clipping threshold; 0 measures the norm and does not clip.
         accept: (batch, result) -> whether the update may be taken, asked after clipping.
         experts: balances the load of a model that has experts.
@@ -83,6 +81,7 @@ class TrainStep:
     device: torch.device
     precision: Callable[[], contextlib.AbstractContextManager[None]]
     set_gradient_sync: Callable[[nn.Module, bool], None]
+    clip_grad_norm: Callable[[nn.Module, float], torch.Tensor]
     max_norm: float
     accept: Accept
     experts: ExpertStep | None = None
@@ -126,7 +125,7 @@ class TrainStep:
 
     def clip(self) -> torch.Tensor:
         """Clip the gradient in place and return its norm before clipping."""
-        return titan.clip_grad_norm_(self.model.parameters(), self.max_norm or math.inf)
+        return self.clip_grad_norm(self.model, self.max_norm)
 
     def __call__(self, batch: StepBatch) -> StepResult:
         """Run one step. A step that ``accept`` refuses leaves the weights as they were."""

@@ -47,16 +47,7 @@ def test_debug_loads_with_another_corpus():
     [
         ("llama3_debug", {}, ['training.dataset = "c4_test": torchtitan\'s 2,000 test documents are not part']),
         ("llama3_8b", {}, ["profiling.enable_profiling = true: profiling is not available in this version"]),
-        (
-            "llama3_70b",
-            NO_PROFILING,
-            ["tensor_parallel_degree = 8: tensor parallelism is not available in this version"],
-        ),
-        (
-            "llama3_405b",
-            NO_PROFILING,
-            ["tensor_parallel_degree = 8", 'model.converters = ["float8"]: model converters'],
-        ),
+        ("llama3_405b", NO_PROFILING, ['model.converters = ["float8"]: model converters']),
     ],
 )
 def test_each_refused_key_of_the_others_says_why_and_nothing_else_is_refused(name, overrides, expected):
@@ -69,8 +60,10 @@ def test_each_refused_key_of_the_others_says_why_and_nothing_else_is_refused(nam
 
 @pytest.mark.parametrize("name", ["llama3_70b", "llama3_405b"])
 def test_the_others_load_without_what_was_refused(name):
-    off = NO_PROFILING | {"parallelism.tensor_parallel_degree": 1, "model.converters": []}
-    assert load_file(FILES / f"{name}.toml", off).config.activation_checkpoint.mode == "full"
+    off = NO_PROFILING | {"model.converters": []}
+    config = load_file(FILES / f"{name}.toml", off).config
+    assert config.activation_checkpoint.mode == "full"
+    assert config.parallelism.tensor_parallel_degree == 8
 
 
 @pytest.mark.parametrize("full", sorted(torchtitan_keys.REFUSED))
@@ -92,7 +85,7 @@ def test_what_follows_loads_with_any_value(tmp_path, full, parent):
 
 
 def test_a_number_is_not_a_truth_value(tmp_path):
-    (tmp_path / "a.toml").write_text("[checkpoint]\nenable = 0\n[parallelism]\ntensor_parallel_degree = true\n")
+    (tmp_path / "a.toml").write_text("[fault_tolerance]\nenable = 0\n[parallelism]\ncontext_parallel_degree = true\n")
     assert len(refusal(tmp_path, load_file, tmp_path / "a.toml").splitlines()) == 2
 
 

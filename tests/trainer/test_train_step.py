@@ -4,6 +4,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
+from parallelisms.gradient_norm import clip_grad_norm
 from trainer.train_step import TrainStep
 from trainer.validation import validate
 
@@ -40,6 +41,7 @@ def step_of(model, accept=lambda batch, result: True, max_norm=0.0) -> TrainStep
         device=torch.device("cpu"),
         precision=contextlib.nullcontext,
         set_gradient_sync=lambda model, enabled: None,
+        clip_grad_norm=clip_grad_norm,
         max_norm=max_norm,
         accept=accept,
     )

@@ -1,0 +1,191 @@
+"""Tensor and sequence parallelism: matrices are cut over the ranks of a group, and between them the sequence is.
+
+A block gathers the sequence before attention and before the feed-forward layer, computes its share of heads and of
+hidden features, and scatters the sum back over the sequence (Korthikanti et al., arXiv 2205.05198). Norms, residuals
+and what is kept for the backward pass exist once in the group, and the traffic equals that of the all-reduces they
+replace. docs/parallelisms.md says why it is one-dimensional.
+"""
+
+import functools
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def apply_tensor_parallel(
+    model: nn.Module, mesh: DeviceMesh, *, loss_parallel: bool, asynchronous: bool = False
+) -> None:
+    """Cut ``model`` in place over the one-dimensional ``mesh``.
+
+    Args:
+        model: ``tok_embeddings``, ``layers``, ``norm``, ``output``, of which a pipeline stage may lack some; parameters
+            may be on the meta device. Numbers of heads, widths, vocabulary and sequence length divide by the mesh
+            (config/parallel_rules.py).
+        mesh: neighbours; every rank of it is given the same tokens.
+        loss_parallel: the model returns this rank's columns of the logits (parallelisms/vocabulary_loss.py), else all.
+        asynchronous: the compiler overlaps gathers and scatters with the products next to them. CUDA only.
+    """
+    outer: dict[str, ParallelStyle] = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1) if loss_parallel else Replicate()),
+    }
+    _parallelize(model, mesh, outer)
+    model.tie_weights()  # cutting embedding and head the same way, by rows of the vocabulary, made two of one parameter
+    for block in model.get_submodule("layers").children():
+        _parallelize(
+            block,
+            mesh,
+            {
+                "attention_norm": SequenceParallel(),
+                "attention": _gathered_input(3),
+                "attention.wq": ColwiseParallel(),
+                "attention.wk": ColwiseParallel(),
+                "attention.wv": ColwiseParallel(),
+                # One norm a head: heads are cut, its weight is not.
+                "attention.q_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
+                "attention.k_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
+                "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+                "ffn_norm": SequenceParallel(),
+                "feed_forward": _gathered_input(1),
+                "feed_forward.w1": ColwiseParallel(),
+                "feed_forward.w3": ColwiseParallel(),
+                "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+                "moe": _SequenceGathered(),
+                "moe.router.gate": _Replicated(),
+                "moe.experts": _NarrowExperts(),
+                "moe.shared_experts.w1": ColwiseParallel(),
+                "moe.shared_experts.w3": ColwiseParallel(),
+                "moe.shared_experts.w2": RowwiseParallel(),
+            },
+        )
+    if asynchronous:
+        _overlap(mesh)
+    logger.info(
+        "Applied %stensor and sequence parallelism over %d ranks%s",
+        "asynchronous " if asynchronous else "",
+        mesh.size(),
+        ", loss parallel" if loss_parallel else "",
+    )
+
+
+def _parallelize(module: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle]) -> None:
+    present = {name for name, child in module.named_modules() if child is not None}
+    parallelize_module(module, mesh, {name: style for name, style in plan.items() if name in present})
+
+
+def _gathered_input(arguments: int) -> PrepareModuleInput:
+    """The first of ``arguments`` positional inputs comes cut over the sequence and is gathered."""
+    others = (None,) * (arguments - 1)
+    return PrepareModuleInput(input_layouts=(Shard(1), *others), desired_input_layouts=(Replicate(), *others))
+
+
+class _Replicated(ParallelStyle):
+    """Every rank holds the parameters and computes the same: input and output are plain, whole tensors."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def whole(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+            return tuple(DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in inputs)
+
+        return distribute_module(module, device_mesh, None, whole, lambda _, output, mesh: output.to_local())
+
+
+class _SequenceGathered(ParallelStyle):
+    """A layer that needs whole sequences, as a router with capacity or a sequence-wise loss does: (x, ...) -> (x, ...).
+
+    The sequence is gathered before it and its output cut again. What is between runs on every rank alike, so gradients
+    are whole there: neither step sums.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(_: nn.Module, inputs: Any) -> Any:
+            x, *others = inputs
+            if not isinstance(x, DTensor):
+                x = DTensor.from_local(x, device_mesh, [Shard(1)], run_check=False)
+            return x.redistribute(placements=[Replicate()]).to_local(), *others
+
+        def cut(_: nn.Module, inputs: Any, output: Any) -> Any:
+            x, *others = output
+            x = DTensor.from_local(x, device_mesh, [Replicate()], run_check=False)
+            return x.redistribute(placements=[Shard(1)]).to_local(), *others
+
+        module.register_forward_pre_hook(gather)
+        module.register_forward_hook(cut)
+        return module
+
+
+class _NarrowExperts(ParallelStyle):
+    """Each rank holds every expert, cut along its hidden features, and sees all tokens."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            cut = distribute_tensor(parameter.data, device_mesh, [Shard(2)], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(cut))
+        module.compute = functools.partial(_narrow, module.compute, device_mesh.get_group())
+        return module
+
+
+def _narrow(
+    compute: Any,
+    group: dist.ProcessGroup,
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    w13: DTensor,
+    w2: DTensor,
+    max_rows: int | None,
+) -> torch.Tensor:
+    """``compute`` with this rank's features of each expert, summed over the group."""
+    x, weights = _SumGradient.apply(x, group), _SumGradient.apply(weights, group)
+    out = compute(x, experts, weights, w13.to_local(), w2.to_local(), max_rows)
+    return _Sum.apply(out, group)
+
+
+class _SumGradient(torch.autograd.Function):
+    """Identity; gradients are summed over the group, whose ranks use the input for different features."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return collectives.wait_tensor(collectives.all_reduce(grad.contiguous(), "sum", ctx.group)), None
+
+
+class _Sum(torch.autograd.Function):
+    """Sum over the group; what follows is the same on every rank, and so is its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+def _overlap(mesh: DeviceMesh) -> None:
+    """Let the compiler split gathers and scatters around matrix products (pytorch "micro-pipeline TP")."""
+    from torch._inductor import config as inductor
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    inductor._micro_pipeline_tp = True
+    enable_symm_mem_for_group(mesh.get_group().group_name)
