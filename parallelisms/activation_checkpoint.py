@@ -15,9 +15,9 @@ def apply_activation_checkpoint(model: nn.Module, *, mode: str, selective_ac_opt
 
     Args:
         mode: "full": every block is recomputed once. "selective": as ``selective_ac_option`` says.
-        selective_ac_option: "op": keep the outputs of matrix products (every second one), attention and collectives and
-            recompute the rest (torchtitan's SelectiveAC). A number n: recompute every n-th block, starting with the
-            first.
+        selective_ac_option: "op": keep the outputs of matrix products (every second one), of attention kernels of a GPU
+            and of collectives, and recompute the rest (torchtitan's SelectiveAC). A number n: recompute every n-th
+            block, starting with the first.
     """
     if mode == "selective" and selective_ac_option == "op":
         # torchtitan's default would also force the recomputation of a router that a dense model does not have.

@@ -1,18 +1,36 @@
 """Rows of the parity harness for data parallelism."""
 
+import atexit
 import copy
+import functools
+import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from config.schema import Config
+from data.build import build_data
 from tests import parity
+from tests.data.generated import generated_texts, write_jsonl
+
+
+@functools.cache
+def short_documents() -> Path:
+    """A folder with documents of about a sequence each, so that masks and boundaries have something to do."""
+    folder = Path(tempfile.mkdtemp(prefix="parity-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    write_jsonl(folder / "corpus" / "rows.jsonl", generated_texts(400))
+    return folder
 
 
 def tiny(**changes) -> Config:
-    """A two-layer model on the python corpus; ``changes`` are ``section__key = value``."""
+    """A two-layer model on ``short_documents``; ``changes`` are ``section__key = value``."""
     config = Config()
     values = {
         "model__n_layers": 2, "model__dim": 32, "model__hidden_dim": 64, "model__vocab_size": 512,
+        "data__corpus": "text", "data__path": str(short_documents() / "corpus"),
+        "data__cache_dir": str(short_documents() / "cache"),
         "data__tokenizer": "bpe", "data__tokenizer_vocab_size": 512,
         "training__seq_len": 32, "training__local_batch_size": 2, "training__global_batch_size": 8,
         "optimizer__lr": 0.1,
@@ -39,8 +57,9 @@ ROWS = {
     ),
     "ddp2, every 2nd block checkpointed": (2, DDP2 | {"activation_checkpoint__mode": "selective"}),
     "fsdp2, one micro-batch": (2, FSDP2 | {"training__local_batch_size": 4}),
+    "one process, one micro-batch": (1, {"training__local_batch_size": 8}),
 }
-# Unequal valid tokens a rank: short documents whose boundary labels do not count.
+# Boundary labels do not count, so ranks and micro-batches have unequal numbers of valid tokens.
 MODELS = {
     "plain": {},
     "tied, document masks": {
@@ -55,6 +74,25 @@ MODELS = {
 def test_a_mesh_trains_as_one_process_does(row, model):
     world_size, changes = ROWS[row]
     parity.check(tiny(**MODELS[model]), tiny(**MODELS[model] | changes), world_size=world_size)
+
+
+@pytest.mark.parametrize("row", ["fsdp2", "fsdp4"])
+def test_shards_of_unequal_size(row):
+    """A vocabulary that the ranks cannot share equally; the last of four has less than the others."""
+    world_size, changes = ROWS[row]
+    parity.check(tiny(model__vocab_size=515), tiny(model__vocab_size=515, **changes), world_size=world_size)
+
+
+def test_masked_rows_have_unequal_numbers_of_valid_tokens():
+    """Otherwise they could not tell a sum over tokens from a mean of means."""
+    config = tiny(**MODELS["tied, document masks"])
+    pipelines = [build_data(config, dp_rank=rank, dp_degree=2) for rank in range(2)]
+    for _ in range(2):
+        steps = [pipeline.train.next_step() for pipeline in pipelines]
+        valid = [[int((m.labels != -100).sum()) for m in step.micro_batches] for step in steps]
+        assert sum(valid[0]) != sum(valid[1]) and len(set(valid[0] + valid[1])) > 2
+    for pipeline in pipelines:
+        pipeline.close()
 
 
 def test_the_harness_explains_different_data():
