@@ -73,7 +73,9 @@ def guard(question: Question, overrides: Values | None = None, world_size: int |
     if question.readable and question.table.baseline in question.arms:
         found = [*_about_keys(question, overrides), *_resolve(result, overrides)]
         if all(name in result.arms for name in _names_of_arms(question)):
-            found += [*_derive(result, world_size), *_about_arms(result, overrides), *_about_values(result)]
+            found += _about_overrides(result, overrides) or [
+                *_derive(result, world_size), *_about_arms(result), *_about_values(result)
+            ]  # fmt: skip
         result.violations += found
     result.violations = list(dict.fromkeys(result.violations))
     return result
@@ -166,7 +168,7 @@ def _names_of_arms(question: Question) -> list[str]:
     return list(dict.fromkeys([table.baseline, *plain, *references]))
 
 
-def _about_arms(result: Guarded, overrides: Values) -> Iterator[str]:
+def _about_arms(result: Guarded) -> Iterator[str]:
     """What each arm changes."""
     question, table = result.question, result.question.table
     baseline = result.arms[table.baseline]
@@ -203,7 +205,6 @@ def _about_arms(result: Guarded, overrides: Values) -> Iterator[str]:
             if is_inert(key, result.arms[name].flat):
                 parent = companions()[key][0]
                 yield f"arms.{name}: {key} has no effect while {parent} = {shown(result.arms[name].flat[parent])}"
-    yield from _about_overrides(result, overrides)
     if table.design:
         unused = set(question.variables) - {key for arm in result.arms.values() for key in arm.changes}
         for key in sorted(unused & set(all_keys())):
@@ -231,20 +232,25 @@ def _judge(name: str, difference: Changes, question: Question, against: str) -> 
         )
 
 
-def _about_overrides(result: Guarded, overrides: Values) -> Iterator[str]:
-    """An override must reach every arm: neither overwrite what an arm is, nor act in some arms only."""
-    question = result.question
+def _about_overrides(result: Guarded, overrides: Values) -> list[str]:
+    """An override must reach every arm: neither overwrite what an arm is, nor act in some arms only. What else is
+    wrong then follows from it and is not looked for.
+    """
+    question, found = result.question, []
     for key in overrides:
         setters = [name for name, leaves in question.arms.items() if key in leaves]
         deaf = [arm.name for arm in result.arms.values() if is_inert(key, arm.flat)]
         if key in question.variables or setters:
             by = f"arm {shown(setters[0])} sets it" if setters else "it is the variable"
-            yield f"command line: --{key}: {by}; an override must reach every arm alike. Change the file instead"
+            found.append(
+                f"command line: --{key}: {by}; an override must reach every arm alike. Change the file instead"
+            )
         elif deaf and len(deaf) < len(result.arms):
-            yield (
+            found.append(
                 f"command line: --{key}: has no effect in arm {shown(deaf[0])}; an override must reach every arm. "
                 "Set it in the arms that it is meant for"
             )
+    return found
 
 
 def _about_values(result: Guarded) -> Iterator[str]:

@@ -106,7 +106,9 @@ class Plan:
         known_arms, known_seeds = list(self.guarded.arms), sorted({run.seed for run in self.runs})
         for arm in arms:
             if arm not in known_arms:
-                raise ConfigError(f"--arms {arm}: no such arm in {self.question.path}{guess(arm, known_arms)}")
+                raise ConfigError(
+                    f"--arms {arm}: no such arm in {relative(self.question.path)}{guess(arm, known_arms)}"
+                )
         for seed in seeds:
             if seed not in known_seeds:
                 listed = ", ".join(map(str, known_seeds))

@@ -37,6 +37,7 @@ class Key:
         return type(None) in get_args(self.type)
 
 
+@cache
 def keys_of(cls: type, prefix: str = "") -> dict[str, Key]:
     """Full key -> :class:`Key` for every leaf of a dataclass, nested dataclasses included, in order of declaration."""
     hints = get_type_hints(cls)

