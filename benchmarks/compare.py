@@ -153,6 +153,12 @@ def peer_assets(folder: Path, config_file: str) -> Path:
     return folder
 
 
+def head() -> str:
+    """The commit that is checked out, or "unknown"."""
+    done = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
+
+
 def median(run: dict[str, Any]) -> float:
     """Tokens/s a GPU of one run."""
     return statistics.median(run["tokens_per_s"])
@@ -167,6 +173,7 @@ def main() -> int:
     parser.add_argument("--order", default="BAAB", help="A: ours, B: the peer")
     parser.add_argument("--peer_path", required=True, help="folder that holds torchtitan 0.2.2")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--commit", default=head(), help="of the checkout, where git is not at hand")
     parser.add_argument("extra", nargs="*", help="further options of our side, after --")
     arguments = parser.parse_args()
     w = WORKLOADS[arguments.workload]
@@ -206,7 +213,6 @@ def row(w: Workload, runs: list[dict[str, Any]], arguments: argparse.Namespace) 
                 "reserved_gib": max(run["reserved_gib"] for run in good),
             }
     ratio = sides["ours"]["tokens_per_s"] / sides["peer"]["tokens_per_s"] if len(sides) == 2 else None
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     return {
         "workload": w.name,
         "peer": "torchtitan 0.2.2",
@@ -215,7 +221,7 @@ def row(w: Workload, runs: list[dict[str, Any]], arguments: argparse.Namespace) 
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "ngpu": arguments.ngpu,
         "torch": torch.__version__,
-        "commit": commit,
+        "commit": arguments.commit,
         "raw": arguments.out.name,
     }
 
