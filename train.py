@@ -260,7 +260,8 @@ def main(argv: list[str] | None = None) -> int:
             print(error, file=sys.stderr)
         return 2
 
-    watch = LossWatch(mesh.sum_over_data, skip=config.training.nonfinite_loss == "skip")
+    skip = config.training.nonfinite_loss == "skip"
+    watch = LossWatch(mesh.sum_over_data, skip=skip, gather=process_group.gather)
     status, reason = "failed", ""
     try:
         if device.type == "cuda":

@@ -27,6 +27,15 @@ def join(mesh: Mesh, device: torch.device, *, timeout_seconds: int) -> None:
     mesh.connect(device.type)
 
 
+def gather(names: list[str]) -> list[list[str]]:
+    """``names`` of every rank, in the order of the ranks; a collective."""
+    if not dist.is_initialized():
+        return [names]
+    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, names)
+    return everyone
+
+
 def set_timeout(mesh: Mesh, seconds: int) -> None:
     """Bound every later collective: a rank that hangs is reported by the others after ``seconds``."""
     if mesh.device_mesh is None:

@@ -21,12 +21,19 @@ class LossWatch:
     Args:
         sum_over_ranks: elementwise sum of a float64 vector over the ranks that hold different tokens.
         skip: True: look at each step before its update, which waits for the device every step, and veto a step that is
-        not
-            finite. False: look when ``latest`` is called, and raise.
+            not finite. False: look when ``latest`` is called, and raise.
+        gather: a list of names -> the lists of all ranks, to say whose documents a bad step was computed from.
     """
 
-    def __init__(self, sum_over_ranks: Callable[[torch.Tensor], torch.Tensor], *, skip: bool):
+    def __init__(
+        self,
+        sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        skip: bool,
+        gather: Callable[[list[str]], list[list[str]]] = lambda names: [names],
+    ):
         self._sum = sum_over_ranks
+        self._gather = gather
         self._skip = skip
         self._seen: list[tuple[StepBatch, StepResult]] = []
         self._last = math.nan, math.nan
@@ -41,7 +48,7 @@ class LossWatch:
             total, norm = self._totals([(batch, result)])[0]
             if not _finite(total, norm):
                 self.skipped_steps += 1
-                logger.warning("Skipped the update of %s", _describe(batch, total, norm))
+                logger.warning("Skipped the update of %s", self._describe(batch, result, total, norm))
                 return False
         self._seen.append((batch, result))
         return True
@@ -57,10 +64,10 @@ class LossWatch:
         if not self._seen:
             return self._last
         totals = self._totals(self._seen)
-        for (batch, _), (total, norm) in zip(self._seen, totals, strict=True):
+        for (batch, result), (total, norm) in zip(self._seen, totals, strict=True):
             if not _finite(total, norm):
                 advice = 'To drop such steps and go on: training.nonfinite_loss = "skip".'
-                raise NonFiniteLoss(f"{_describe(batch, total, norm)}. {advice}")
+                raise NonFiniteLoss(f"{self._describe(batch, result, total, norm)}. {advice}")
         batch, result = self._seen[-1]
         local_tokens = sum(int((m.labels != -100).sum()) for m in batch.micro_batches)
         self._last = totals[-1][0] / batch.global_valid_tokens, result.loss_sum.item() / max(1, local_tokens)
@@ -77,15 +84,17 @@ class LossWatch:
         norms = torch.stack([result.grad_norm.double() for _, result in steps]).to(sums.device)
         return list(zip(*torch.stack([sums, norms]).tolist(), strict=True))
 
+    def _describe(self, batch: StepBatch, result: StepResult, total: float, norm: float) -> str:
+        """The step, and the documents of the ranks whose loss is to blame; of all ranks where no one loss is."""
+        to_blame = math.isfinite(total) or not math.isfinite(result.loss_sum.item())
+        mine = [name for m in batch.micro_batches for name in m.document_names] if to_blame else []
+        documents = list(dict.fromkeys(name for names in self._gather(mine) for name in names))
+        more = f" and {len(documents) - 12} more" if len(documents) > 12 else ""
+        return (
+            f"step {batch.step}: loss {total / batch.global_valid_tokens}, gradient norm {norm}; "
+            f"documents: {', '.join(documents[:12])}{more}"
+        )
+
 
 def _finite(*values: float) -> bool:
     return all(math.isfinite(v) for v in values)
-
-
-def _describe(batch: StepBatch, total: float, norm: float) -> str:
-    documents = [name for m in batch.micro_batches for name in m.document_names]
-    more = f" and {len(documents) - 12} more" if len(documents) > 12 else ""
-    return (
-        f"step {batch.step}: loss {total / batch.global_valid_tokens}, gradient norm {norm}; "
-        f"documents on this rank: {', '.join(documents[:12])}{more}"
-    )
