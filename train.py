@@ -23,6 +23,7 @@ from config.errors import ConfigError
 from config.flavors import resolve_shape
 from config.layouts import check_layout_on
 from config.load import Resolved, load
+from config.pipeline import stage_count, stage_ranks
 from config.render import render_dry_run
 from config.schema import Config
 from config.world import check_devices, check_world, derived, mesh_degrees, smallest_world, world_size_from
@@ -39,7 +40,9 @@ from parallelisms.data_parallel import set_gradient_sync
 from parallelisms.gradient_norm import clip_grad_norm
 from parallelisms.mesh import Mesh
 from parallelisms.names import named_parameters
-from parallelisms.parallelize import compute_precision, parallelize
+from parallelisms.parallelize import compute_precision, hidden_states, parallelize
+from parallelisms.pipeline import Pipeline
+from parallelisms.pipeline_split import Stages
 from parallelisms.vocabulary_loss import vocabulary_parallel_cross_entropy_sum
 from parallelisms.zero import shard_states
 from trainer.determinism import set_determinism
@@ -47,6 +50,7 @@ from trainer.load_map import LoadMap
 from trainer.loss_watch import LossWatch, NonFiniteLoss
 from trainer.metrics import Metrics
 from trainer.optimizer import build_optimizer
+from trainer.passes import Loss, Passes, Precision, Whole
 from trainer.run_directory import RunDirectory, open_run_directory, run_directory_state
 from trainer.schedule import set_learning_rate
 from trainer.step_timer import StepTimer
@@ -93,23 +97,43 @@ def build_step(
     optimizer = build_optimizer(named_parameters(model), config.optimizer)
     if config.parallelism.zero_stage == 1 and mesh.device_mesh is not None:
         optimizer = shard_states(optimizer, mesh.device_mesh["dp_replicate"])
+    precision = functools.partial(compute_precision, mesh, config, device)
+    passes: Passes = Whole(model, loss, precision, set_gradient_sync)
+    if isinstance(model, Stages):
+        passes = build_pipeline(config, model, mesh, device, loss, precision)
     return TrainStep(
         model=model,
-        loss=loss,
+        passes=passes,
         optimizer=optimizer,
         device=device,
-        precision=functools.partial(compute_precision, mesh, config, device),
-        set_gradient_sync=set_gradient_sync,
-        clip_grad_norm=clip_grad_norm,
+        precision=precision,
+        clip_grad_norm=functools.partial(clip_grad_norm, pp_mesh=mesh.pp_mesh),
         max_norm=config.training.max_norm,
         accept=accept,
         experts=build_expert_step(config, model, mesh),
     )
 
 
+def build_pipeline(
+    config: Config, model: Stages, mesh: Mesh, device: torch.device, loss: Loss, precision: Precision
+) -> Pipeline:
+    """Passes of a model that is spread over the ranks along ``pp``."""
+    section, shape = config.parallelism, resolve_shape(config.model, config.moe)
+    return Pipeline(
+        model,
+        mesh,
+        ranks=stage_ranks(section, stage_count(section, shape.n_layers)),
+        schedule=section.pipeline_parallel_schedule,
+        hidden=hidden_states(mesh, config, shape.dim),
+        loss=loss,
+        precision=precision,
+        device=device,
+    )
+
+
 def build_expert_step(config: Config, model: Decoder, mesh: Mesh) -> ExpertStep | None:
     """What a step does for the experts of ``model``; None for a dense model."""
-    if model.shape.moe is None:
+    if resolve_shape(config.model, config.moe).moe is None:
         return None
     return ExpertStep(
         model,
@@ -214,7 +238,7 @@ def train(
                     lr=rate,
                     times=timer.collect(),
                     validation=validation,
-                    extra=watch.counts() | seen,
+                    extra=watch.counts() | seen | step_once.passes.report(),
                 )
         if step == 1:
             process_group.set_timeout(mesh, config.comm.train_timeout_seconds)

@@ -130,7 +130,9 @@ def _typed(kind: Any, words: list[str]) -> Any:
             return kind(words[0])
         except ValueError:
             return words[0]
-    if kind is str or origin is Literal:
+    if origin is Literal:
+        return next((a for a in arguments if str(a) == words[0]), words[0])
+    if kind is str:
         return words[0]
     return _as_toml(words[0])
 

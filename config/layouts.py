@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from config.errors import ConfigError
+from config.pipeline import SCHEDULES
 from config.schema import Config
 from config.shapes import ModelShape
 
@@ -78,6 +79,14 @@ def _compiled(config: Config) -> bool:
 
 def _tp(config: Config) -> bool:
     return config.parallelism.tensor_parallel_degree > 1
+
+
+def _pp(config: Config) -> bool:
+    return config.parallelism.pipeline_parallel_degree > 1
+
+
+def _zero_bubble(config: Config) -> bool:
+    return _pp(config) and SCHEDULES[config.parallelism.pipeline_parallel_schedule].splits_backward
 
 
 REFUSED: tuple[Refusal, ...] = (
@@ -255,12 +264,78 @@ REFUSED: tuple[Refusal, ...] = (
             "data_parallel_shard_degree",
         ),
     ),
+    # Pipelines; rules of stages and micro-batches, with their numbers, are in config/pipeline.py
+    Refusal(
+        "zero bubble with activation checkpointing",
+        "gradients of inputs and of weights are computed in two passes, and both would recompute what was not kept"
+        ' (torchtitan #773). Set the mode to "none", or use "1F1B" or "Interleaved1F1B".',
+        _together(
+            lambda config, shape: _zero_bubble(config) and config.activation_checkpoint.mode != "none",
+            "pipeline_parallel_schedule",
+            "activation_checkpoint.mode",
+        ),
+    ),
+    Refusal(
+        "zero bubble with compiled blocks",
+        "the schedule takes the autograd graph apart between a layer's inputs and its weights, and a compiled block is"
+        ' one node of it (torchtitan #3584). Set compile.components = ["loss"], or use "1F1B" or "Interleaved1F1B".',
+        _together(
+            lambda config, shape: (
+                _zero_bubble(config) and config.compile.enable and "model" in config.compile.components
+            ),
+            "pipeline_parallel_schedule",
+            "compile.enable",
+        ),
+    ),
+    Refusal(
+        "zero bubble with resharding after forward",
+        "gradients of weights are added to gathered parameters in a pass of its own, and the forward pass of another"
+        " micro-batch has freed these by then: gradients are lost. Leave fsdp_reshard_after_forward at its default,"
+        ' which keeps them in a pipeline, or use "1F1B" or "Interleaved1F1B".',
+        _together(
+            lambda config, shape: _zero_bubble(config) and reshard_after_forward(config) != "never",
+            "pipeline_parallel_schedule",
+            "fsdp_reshard_after_forward",
+            "zero_stage",
+        ),
+    ),
+    Refusal(
+        "pipeline with experts",
+        "loads and balance losses are summed and reported over all ranks, of which each would hold other layers. Set"
+        " pipeline_parallel_degree = 1.",
+        _together(
+            lambda config, shape: _pp(config) and shape.moe is not None,
+            "pipeline_parallel_degree",
+            "model.flavor",
+        ),
+    ),
+    Refusal(
+        "pipeline with ZeRO 1",
+        "torch's ZeroRedundancyOptimizer is kept as an arm for data parallelism alone. Use stage 0, 2 or 3.",
+        _together(
+            lambda config, shape: _pp(config) and config.parallelism.zero_stage == 1,
+            "pipeline_parallel_degree",
+            "zero_stage",
+        ),
+    ),
+    Refusal(
+        "pipeline with FSDP1",
+        "it is a legacy arm for data parallelism alone. Use fsdp_version = 2.",
+        _together(
+            lambda config, shape: _pp(config) and config.parallelism.fsdp_version == 1,
+            "pipeline_parallel_degree",
+            "fsdp_version",
+        ),
+    ),
 )
 
 
 def reshard_after_forward(config: Config) -> str:
-    """ "default", "always" or "never": ``fsdp_reshard_after_forward``, as ``zero_stage`` decides where that is set."""
-    return "never" if config.parallelism.zero_stage == 2 else config.parallelism.fsdp_reshard_after_forward
+    """ "default", "always" or "never": ``fsdp_reshard_after_forward``, as ``zero_stage`` decides where that is set. A
+    pipeline keeps parameters by default: it would gather each block again for each micro-batch.
+    """
+    stage, asked = config.parallelism.zero_stage, config.parallelism.fsdp_reshard_after_forward
+    return "never" if stage == 2 or (asked == "default" and stage is None and _pp(config)) else asked
 
 
 def check_layout_on(config: Config, device: str) -> None:

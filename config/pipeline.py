@@ -44,7 +44,7 @@ SCHEDULES = {
 }
 """Schedules by their name in torchtitan; ``naive`` is the split without a schedule, one micro-batch at a time.
 
-``tests/config/test_pipeline.py`` holds the idle times against the order in which torch runs its actions.
+``tests/parallelisms/test_pipeline_schedule.py`` holds the idle times against the order in which torch runs its actions.
 """
 
 
@@ -128,7 +128,9 @@ def bubble(section: Parallelism, n_layers: int, n: int) -> float:
 def pipeline_rules(
     config: Config, shape: ModelShape, accumulation: int | None, said: Said | None = None
 ) -> Iterator[str]:
-    """What is wrong with a pipeline, a sentence each.
+    """What is wrong with the stages and micro-batches of a pipeline, a sentence each.
+
+    What a pipeline cannot be combined with is in config/layouts.py.
 
     Args:
         accumulation: local batches a rank in a step; None where the number of ranks is not known yet.
@@ -147,7 +149,7 @@ def pipeline_rules(
         yield from broken or _micro_batch_rules(config, shape.n_layers, accumulation, said)
         return
     yield from broken
-    yield from _composition_rules(config, shape, said)
+    yield from _size_rules(config, said)
 
 
 def _stage_rules(section: Parallelism, n_layers: int, said: Said) -> Iterator[str]:
@@ -189,33 +191,12 @@ def _explicit_rules(explicit: list[list[str]], n_layers: int) -> Iterator[str]:
         yield f"{key}: a stage is empty."
 
 
-def _composition_rules(config: Config, shape: ModelShape, said: Said) -> Iterator[str]:
-    section, training = config.parallelism, config.training
-    schedule, name = SCHEDULES[section.pipeline_parallel_schedule], said("parallelism.pipeline_parallel_schedule")
-    if (
-        section.pipeline_parallel_schedule != "naive"
-        and training.local_batch_size % section.pipeline_parallel_microbatch_size
-    ):
+def _size_rules(config: Config, said: Said) -> Iterator[str]:
+    size = config.parallelism.pipeline_parallel_microbatch_size
+    if config.parallelism.pipeline_parallel_schedule != "naive" and config.training.local_batch_size % size:
         yield (
             f"{said('training.local_batch_size')} is not divisible by"
             f" {said('parallelism.pipeline_parallel_microbatch_size')}, the sequences of a micro-batch."
-        )
-    if schedule.splits_backward and config.activation_checkpoint.mode != "none":
-        yield (
-            f"{name} computes the gradients of inputs and of weights in two passes, and both would recompute what"
-            f' {said("activation_checkpoint.mode")} did not keep (torchtitan #773). Set the mode to "none", or use'
-            ' "1F1B" or "Interleaved1F1B".'
-        )
-    if schedule.splits_backward and config.compile.enable and "model" in config.compile.components:
-        yield (
-            f"{name} takes the autograd graph apart between a layer's inputs and its weights, and"
-            f" {said('compile.enable')} makes one node of a block (torchtitan #3584). Set compile.components ="
-            ' ["loss"], or use "1F1B" or "Interleaved1F1B".'
-        )
-    if shape.moe is not None:
-        yield (
-            f"{said('parallelism.pipeline_parallel_degree')} is for dense models: loads and balance losses of a model"
-            " with experts are summed over all ranks, of which each would hold other layers. Set it to 1."
         )
 
 

@@ -15,6 +15,7 @@ from config.flavors import ModelShape, resolve_shape
 from config.keys import all_keys, checked, did_you_mean, shown, unknown_key
 from config.layouts import layout_notes, layout_rules
 from config.moe_rules import moe_notes, moe_rules
+from config.pipeline import pipeline_rules
 from config.schema import Config
 
 COMPILE_BACKENDS = ("inductor", "eager", "aot_eager", "aot_eager_decomp_partition", "cudagraphs")
@@ -69,6 +70,7 @@ def check(config: Config, origins: dict[str, str]) -> list[str]:
         *layout_rules(config, shape, said),
         *_step_rules(config, said),
         *_data_rules(config, shape, said),
+        *pipeline_rules(config, shape, None, said),
         *_option_rules(config, said),
     ]
     if broken:

@@ -185,6 +185,22 @@ class Parallelism:
     """Gather the logits of a tensor-parallel model before the loss, instead of leaving the vocabulary split."""
     enable_async_tensor_parallel: bool = False
     """Overlap tensor-parallel communication with the products next to it. Needs CUDA and compile.enable."""
+    pipeline_parallel_degree: int = key(1, minimum=1)
+    """Ranks that hold different layers: a pipeline of stages. 1: none."""
+    pipeline_parallel_schedule: Literal[
+        "naive", "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    ] = "1F1B"
+    """Order of the stages' forward and backward passes. naive: a split alone, whole local batches one by one."""
+    pipeline_parallel_microbatch_size: int = key(1, minimum=1)
+    """Sequences of a pipeline's micro-batch; divides training.local_batch_size. A naive split does not read it."""
+    pipeline_parallel_layers_per_stage: int | None = key(None, minimum=1)
+    """Layers a stage. Unset: one stage a rank, two with schedules that interleave or form a V."""
+    pipeline_parallel_first_stage_less_layers: int = key(1, minimum=0)
+    """Layers the first stage holds less than the others, for its embedding."""
+    pipeline_parallel_last_stage_less_layers: int = key(1, minimum=0)
+    """Layers the last stage holds less than the others, for its head."""
+    module_fqns_per_model_part: list[list[str]] = key(factory=list)
+    """Modules of each stage: [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]. Empty: by the rules."""
 
 
 @dataclass

@@ -39,7 +39,10 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "training.gc_debug": ((False,), "there is no collector debugging; training.gc_freq sets when it runs"),
     "training.dataloader.num_workers": ((0,), "data are prepared by one background thread; see data.prefetch_steps"),
-    "parallelism.pipeline_parallel_degree": ((1,), f"pipeline parallelism is {_LATER}; set it to 1"),
+    "parallelism.pipeline_parallel_schedule_csv": (
+        ("",),
+        "the order of a pipeline comes by name; see parallelism.pipeline_parallel_schedule",
+    ),
     "parallelism.context_parallel_degree": ((1,), f"context parallelism is {_LATER}; set it to 1"),
     "parallelism.expert_parallel_degree": ((1,), f"expert parallelism is {_LATER}; set it to 1"),
     "checkpoint.enable": ((False,), f"checkpoints are {_LATER}; set it to false"),
@@ -90,19 +93,7 @@ FOLLOWS: dict[str, str] = {
         for section in ("training", "validation")
         for name in ("persistent_workers", "pin_memory", "prefetch_factor")
     },
-    **{
-        f"parallelism.{name}": "parallelism.pipeline_parallel_degree"
-        for name in (
-            "module_fqns_per_model_part",
-            "pipeline_parallel_first_stage_less_layers",
-            "pipeline_parallel_last_stage_less_layers",
-            "pipeline_parallel_layers_per_stage",
-            "pipeline_parallel_schedule",
-            "pipeline_parallel_schedule_csv",
-            "pipeline_parallel_microbatch_size",
-            "pipeline_parallel_expert_parallel_overlap",
-        )
-    },
+    "parallelism.pipeline_parallel_expert_parallel_overlap": "parallelism.expert_parallel_degree",
     "parallelism.context_parallel_load_balancer": "parallelism.context_parallel_degree",
     "parallelism.context_parallel_rotate_method": "parallelism.context_parallel_degree",
     "parallelism.expert_tensor_parallel_degree": "parallelism.expert_parallel_degree",

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from math import prod
 
 from config.errors import ConfigError
+from config.flavors import resolve_shape
 from config.keys import shown
+from config.pipeline import micro_batches, pipeline_rules
 from config.schema import Config
 
 DEGREES = {
+    "pp": "pipeline_parallel_degree",
     "dp_replicate": "data_parallel_replicate_degree",
     "dp_shard": "data_parallel_shard_degree",
     "tp": "tensor_parallel_degree",
@@ -114,6 +117,10 @@ def check_world(config: Config, world_size: int) -> dict[str, int]:
             f" data-parallel degree({data_degree}) = {local * data_degree}."
             f" Set training.global_batch_size = {' or '.join(fits)}{also}."
         )
+    accumulation = 1 if size == -1 else size // (local * data_degree)
+    broken = list(pipeline_rules(config, resolve_shape(config.model, config.moe), accumulation))
+    if broken:
+        raise ConfigError("\n".join(broken))
     return degrees
 
 
@@ -132,6 +139,12 @@ def derived(config: Config, world_size: int) -> dict[str, Derived]:
         global_batch = size
     accumulation = global_batch // local_times_degree
     axes = " x ".join(DATA_AXES)
+    pipeline = {}
+    if degrees["pp"] > 1:
+        rule = "gradient_accumulation_steps"
+        if config.parallelism.pipeline_parallel_schedule != "naive":
+            rule += " x local_batch_size / pipeline_parallel_microbatch_size"
+        pipeline["pipeline_micro_batches"] = Derived(micro_batches(config, accumulation), rule)
     return {
         "data_parallel_degree": Derived(data_degree, axes),
         "global_batch_size": Derived(
@@ -140,6 +153,7 @@ def derived(config: Config, world_size: int) -> dict[str, Derived]:
         "gradient_accumulation_steps": Derived(
             accumulation, "global_batch_size / (local_batch_size x data_parallel_degree)"
         ),
+        **pipeline,
         "tokens_per_step": Derived(global_batch * training.seq_len, "global_batch_size x seq_len"),
         "tokens": Derived(global_batch * training.seq_len * training.steps, "tokens_per_step x steps"),
     }

@@ -5,6 +5,7 @@ gradient of the global mean however unequal the ranks' shares are (torchtitan #2
 """
 
 import logging
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,8 @@ def apply_fsdp(
     """Shard ``model`` in place with FSDP2: a unit a block, one for the embedding, one for the final norm and head.
 
     Args:
-        model: modules ``tok_embeddings``, ``layers``, ``norm``, ``output``; parameters may be on the meta device.
+        model: modules ``tok_embeddings``, ``layers``, ``norm``, ``output``, of which a pipeline stage lacks some;
+            parameters may be on the meta device.
         mesh: one dimension: FSDP over it. Two: HSDP, replicas x shards.
         param_dtype: dtype of the gathered parameters and so of compute; shards stay as they are (float32).
         reduce_dtype: dtype of the gradient reduction.
@@ -41,15 +43,16 @@ def apply_fsdp(
     # Activations have the compute dtype already. A cast would catch the rotary table, which is float32 for a reason.
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     reshard = reshard_after_forward != "never"
-    embedding, norm, output = (model.get_submodule(n) for n in ("tok_embeddings", "norm", "output"))
-    if output.weight is embedding.weight:
+    embedding, norm, output = (getattr(model, n) for n in ("tok_embeddings", "norm", "output"))
+    ends = [module for module in (norm, output) if module is not None]
+    if embedding is not None and output is not None and output.weight is embedding.weight:
         # FSDP2 refuses a parameter that two units share: embedding and head become one unit, kept until backward.
-        fully_shard([embedding, norm, output], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        fully_shard([embedding, *ends], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     else:
-        fully_shard(embedding, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-        fully_shard(
-            [norm, output], mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward == "always"
-        )
+        if embedding is not None:
+            fully_shard(embedding, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        if ends:
+            fully_shard(ends, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward == "always")
     for block in model.get_submodule("layers").children():
         if router_dtype is not None and hasattr(block, "moe"):
             # A unit of its own, or the router's weights would be gathered in param_dtype.
@@ -66,6 +69,8 @@ def apply_fsdp(
                 module.set_force_sum_reduction_for_comms(True)
     if prefetch_blocks is not None:
         _prefetch(model, prefetch_blocks)
+    # Tensor parallelism returns views; what the warning fears, an operation in place on one, the model has nowhere.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     kind = "HSDP" if mesh.ndim == 2 else "FSDP"
     logger.info("Applied %s over %s, parameters %s, reductions %s", kind, tuple(mesh.shape), param_dtype, reduce_dtype)
 

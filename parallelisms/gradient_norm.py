@@ -4,17 +4,24 @@ import math
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import titan
+from parallelisms.pipeline_split import Stages
 
 
-def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
+def clip_grad_norm(model: nn.Module, max_norm: float, *, pp_mesh: DeviceMesh | None = None) -> torch.Tensor:
     """Clip the gradient of ``model`` in place to ``max_norm`` (0: do not) and return its L2 norm before clipping.
 
     DTensors know how they are spread, and torchtitan's function reduces over all their meshes. FSDP1's parameters are
-    plain pieces of which only FSDP1 knows that there are more.
+    plain pieces of which only FSDP1 knows that there are more. Pipeline stages are summed over ``pp_mesh``; a matrix
+    that two of them hold counts once.
     """
     if isinstance(model, FullyShardedDataParallel):
         return model.clip_grad_norm_(max_norm or math.inf)
-    return titan.clip_grad_norm_(model.parameters(), max_norm or math.inf)
+    copies = model.copies() if isinstance(model, Stages) else []
+    counted = [p for p in model.parameters() if all(p is not c for c in copies)]
+    norm = titan.clip_grad_norm_(counted, max_norm or math.inf, pp_mesh=pp_mesh)
+    nn.utils.clip_grads_with_norm_(copies, max_norm or math.inf, norm)
+    return norm

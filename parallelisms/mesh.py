@@ -46,6 +46,16 @@ class Mesh:
         return self.rank // self.tp % self.dp_degree
 
     @property
+    def pp_rank(self) -> int:
+        """This rank's place along the pipeline, 0 .. pp - 1."""
+        return self.rank // (self.dp_degree * self.tp)
+
+    @property
+    def pp_mesh(self) -> DeviceMesh | None:
+        """The ranks that hold other layers, or None without a pipeline."""
+        return self.device_mesh["pp"] if self.device_mesh is not None and self.pp > 1 else None
+
+    @property
     def sharded(self) -> bool:
         """Whether FSDP2 holds the parameters: where data ranks share them, and under tensor parallelism always, as it
         is FSDP2 that casts parameters, so that ranks exchange activations in the compute dtype.
@@ -62,6 +72,8 @@ class Mesh:
         self.device_mesh = init_device_mesh(device_type, tuple(self.describe().values()), mesh_dim_names=AXES)
         self.dp_mesh = self.device_mesh["dp_replicate", "dp_shard"]._flatten("dp")
         self.loss_mesh = self.device_mesh["pp", "dp_replicate", "dp_shard"]._flatten("loss")
+        if self.tp > 1:  # DTensor then reduces a gradient norm over both axes at once
+            self.device_mesh["dp_shard", "tp"]._flatten("shards")
 
     def sum_over_data(self, x: torch.Tensor) -> torch.Tensor:
         """Elementwise sum of ``x``, this rank's part of a loss or a count, over the ranks that hold other parts.

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from config.layouts import reshard_after_forward
+from config.pipeline import stage_modules, stage_ranks
 from config.schema import Config
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile
@@ -13,6 +14,7 @@ from parallelisms.data_parallel import apply_ddp, apply_fsdp
 from parallelisms.fsdp1 import apply_fsdp1
 from parallelisms.materialize import Draw, materialize
 from parallelisms.mesh import Mesh
+from parallelisms.pipeline_split import parts_of, split
 from parallelisms.tensor_parallel import apply_tensor_parallel
 
 # float64 is for the parity harness: it tells a wrong gradient from a rounded one.
@@ -22,45 +24,52 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch
 def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, draw: Draw, device: torch.device) -> nn.Module:
     """Spread ``model`` (on the meta device) over ``mesh`` in place and give it its initial weights.
 
-    Tensor parallelism -> activation checkpointing -> compile (per block) -> FSDP2 / HSDP -> weights -> DDP, FSDP1.
+    Pipeline split -> each stage: tensor parallelism -> activation checkpointing -> compile (per block) -> FSDP2 / HSDP
+    -> weights -> DDP, FSDP1.
 
-    Tensor parallelism addresses modules by the model's own paths, which wrapping changes, so it comes first; its
-    collectives are inside the blocks and are compiled. Checkpointing comes next so that the compiler sees it; FSDP
-    wraps what is compiled, so its collectives stay outside the graph; weights need their final placement; DDP and
-    FSDP1 read parameters when they are built and come last.
+    What a rank does not hold need not be wrapped, so the split comes first. Tensor parallelism addresses modules by the
+    model's own paths, which wrapping changes; its collectives are inside the blocks and are compiled. Checkpointing
+    comes next so that the compiler sees it; FSDP wraps what is compiled, so its collectives stay outside the graph;
+    weights need their final placement; DDP and FSDP1 read parameters when they are built and come last. A pipeline
+    sums gradients over whole copies itself (parallelisms/pipeline.py).
 
     Returns:
-        The module to call: ``model``, except under FSDP1, which wraps it.
+        The module to train: ``model``, this rank's stages of it, or what FSDP1 wrapped it in.
     """
     section, fsdp1 = config.parallelism, config.parallelism.fsdp_version == 1
-    if mesh.tp > 1 and mesh.device_mesh is not None:
-        apply_tensor_parallel(
-            model,
-            mesh.device_mesh["tp"],
-            loss_parallel=not section.disable_loss_parallel,
-            asynchronous=section.enable_async_tensor_parallel,
-        )
-    checkpointing = config.activation_checkpoint
-    if checkpointing.mode != "none":
-        apply_activation_checkpoint(
-            model, mode=checkpointing.mode, selective_ac_option=checkpointing.selective_ac_option
-        )
-    if config.compile.enable and "model" in config.compile.components:
-        apply_compile(model, backend=config.compile.backend)
-    if mesh.sharded and not fsdp1 and mesh.device_mesh is not None:
-        apply_fsdp(
-            model,
-            mesh.device_mesh["dp_replicate", "dp_shard"] if mesh.replicated else mesh.device_mesh["dp_shard"],
-            param_dtype=DTYPES[config.training.mixed_precision_param],
-            reduce_dtype=DTYPES[config.training.mixed_precision_reduce],
-            reshard_after_forward=reshard_after_forward(config),
-            prefetch_blocks=section.fsdp_prefetch_blocks,
-            router_dtype=DTYPES[
-                "float64" if config.training.mixed_precision_param == "float64" else config.moe.router_dtype
-            ],
-        )
-    materialize(model, draw=draw, device=device)
-    if mesh.replicated and not mesh.sharded and mesh.device_mesh is not None:
+    if mesh.pp > 1:
+        modules = stage_modules(section, len(model.get_submodule("layers")))
+        owners = stage_ranks(section, len(modules))
+        model = split(model, modules, [i for i, rank in enumerate(owners) if rank == mesh.pp_rank])
+    for part in parts_of(model):
+        if mesh.tp > 1 and mesh.device_mesh is not None:
+            apply_tensor_parallel(
+                part,
+                mesh.device_mesh["tp"],
+                loss_parallel=not section.disable_loss_parallel,
+                asynchronous=section.enable_async_tensor_parallel,
+            )
+        checkpointing = config.activation_checkpoint
+        if checkpointing.mode != "none":
+            apply_activation_checkpoint(
+                part, mode=checkpointing.mode, selective_ac_option=checkpointing.selective_ac_option
+            )
+        if config.compile.enable and "model" in config.compile.components:
+            apply_compile(part, backend=config.compile.backend)
+        if mesh.sharded and not fsdp1 and mesh.device_mesh is not None:
+            apply_fsdp(
+                part,
+                mesh.device_mesh["dp_replicate", "dp_shard"] if mesh.replicated else mesh.device_mesh["dp_shard"],
+                param_dtype=DTYPES[config.training.mixed_precision_param],
+                reduce_dtype=DTYPES[config.training.mixed_precision_reduce],
+                reshard_after_forward=reshard_after_forward(config),
+                prefetch_blocks=section.fsdp_prefetch_blocks,
+                router_dtype=DTYPES[
+                    "float64" if config.training.mixed_precision_param == "float64" else config.moe.router_dtype
+                ],
+            )
+        materialize(part, draw=draw, device=device)
+    if mesh.replicated and not mesh.sharded and mesh.pp == 1 and mesh.device_mesh is not None:
         apply_ddp(model, mesh.device_mesh["dp_replicate"])
     if mesh.sharded and fsdp1 and mesh.device_mesh is not None:
         return apply_fsdp1(
@@ -80,3 +89,14 @@ def compute_precision(mesh: Mesh, config: Config, device: torch.device) -> conte
     if mesh.sharded or dtype != torch.bfloat16:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=dtype)
+
+
+def hidden_states(mesh: Mesh, config: Config, dim: int) -> torch.Tensor:
+    """What pipeline stages exchange of a micro-batch, on the meta device: its shape on one rank, and its dtype."""
+    section, training = config.parallelism, config.training
+    naive = section.pipeline_parallel_schedule == "naive"
+    rows = training.local_batch_size if naive else section.pipeline_parallel_microbatch_size
+    dtype = DTYPES[training.mixed_precision_param]
+    if dtype == torch.bfloat16 and not mesh.sharded:
+        dtype = torch.float32  # autocast leaves embeddings, norms and the sums between blocks as they are
+    return torch.empty(rows, training.seq_len // mesh.tp, dim, dtype=dtype, device="meta", requires_grad=True)

@@ -102,7 +102,7 @@ def _train(config: Config, steps: int) -> Trace:
         model = train.build_model(config, mesh, torch.device("cpu"))
         step = train.build_step(config, model, mesh, torch.device("cpu"))
         with _gathered(model):
-            result = Trace(initial=_full(dict(named_parameters(model))))
+            result = Trace(initial=_full(dict(named_parameters(model)), mesh))
         for _ in range(steps):
             batch = pipeline.train.next_step()
             _record_tokens(result, batch)
@@ -112,11 +112,11 @@ def _train(config: Config, steps: int) -> Trace:
                 gradients = {n: p.grad for n, p in named_parameters(model)}
                 missing = [n for n, g in gradients.items() if g is None]
                 assert not missing, f"no gradient for {missing}"
-                result.gradients.append(_full(gradients))
+                result.gradients.append(_full(gradients, mesh))
             result.norms.append(float(step.clip()))
             step.update(batch)
             with _gathered(model):
-                result.weights.append(_full(dict(named_parameters(model))))
+                result.weights.append(_full(dict(named_parameters(model)), mesh))
             result.losses.append(float(mesh.sum_over_data(loss_sum)) / batch.global_valid_tokens)
         pipeline.close()
     finally:
@@ -131,9 +131,18 @@ def _gathered(model: nn.Module, *, with_grads: bool = False) -> contextlib.Abstr
     return contextlib.nullcontext()
 
 
-def _full(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Whole CPU copies; a collective for sharded tensors."""
-    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in tensors.items()}
+def _full(tensors: dict[str, Any], mesh: Mesh) -> dict[str, torch.Tensor]:
+    """Whole CPU copies, of all pipeline stages; a collective. What two stages hold must be the same."""
+    mine = {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in tensors.items()}
+    if mesh.pp_mesh is None:
+        return mine
+    stages: list[dict[str, torch.Tensor]] = [{} for _ in range(mesh.pp)]
+    dist.all_gather_object(stages, mine, group=mesh.pp_mesh.get_group())
+    whole = stages[0]
+    for stage in stages[1:]:
+        for name, tensor in stage.items():
+            assert torch.equal(whole.setdefault(name, tensor), tensor), f"{name} differs between two stages"
+    return whole
 
 
 def _record_tokens(result: Trace, batch: Any) -> None:

@@ -1,4 +1,4 @@
-"""How micro-batches go through a model. :class:`Whole`: a rank holds all layers. A pipeline: parallelisms/pipeline.py."""
+"""How micro-batches go through a model. :class:`Whole`: a rank holds all layers. Else: parallelisms/pipeline.py."""
 
 import contextlib
 from collections.abc import Callable, Sequence

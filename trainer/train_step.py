@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from trainer.passes import Inputs, Passes
+
 
 class MicroBatch(Protocol):
     """What training and validation read of data.batch.MicroBatch."""
@@ -63,12 +65,11 @@ class TrainStep:
     """The parts of a step, and how they fit together.
 
     Args:
-        model: called with (tokens, positions, document_ids), and numbers if it has experts; returns logits.
-        loss: (logits, labels) -> the sum over valid tokens.
+        model: what this rank holds of it.
+        passes: take micro-batches through the model.
         optimizer: updates the model's parameters.
         device: where batches go.
         precision: makes the context of a forward pass.
-        set_gradient_sync: (model, enabled) -> None, whether the next backward pass reduces gradients over ranks.
         clip_grad_norm: (model, max_norm) -> the gradient's norm before clipping to max_norm; 0 does not clip.
         max_norm: clipping threshold; 0 measures the norm and does not clip.
         accept: (batch, result) -> whether the update may be taken, asked after clipping.
@@ -76,36 +77,32 @@ class TrainStep:
     """
 
     model: nn.Module
-    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    passes: Passes
     optimizer: torch.optim.Optimizer
     device: torch.device
     precision: Callable[[], contextlib.AbstractContextManager[None]]
-    set_gradient_sync: Callable[[nn.Module, bool], None]
     clip_grad_norm: Callable[[nn.Module, float], torch.Tensor]
     max_norm: float
     accept: Accept
     experts: ExpertStep | None = None
 
-    def inputs(self, micro_batch: MicroBatch) -> dict[str, torch.Tensor | None]:
-        """What the model is called with beside the tokens, on the device."""
-        inputs = {"positions": micro_batch.positions, "document_ids": micro_batch.document_ids}
+    def inputs(self, micro_batch: MicroBatch) -> Inputs:
+        """``micro_batch`` on the device."""
+        inputs = {name: getattr(micro_batch, name) for name in ("tokens", "labels", "positions", "document_ids")}
         if self.experts is not None:
             inputs["numbers"] = self.experts.numbers(micro_batch.labels, micro_batch.sample_ids)
-        return {name: self._here(x) for name, x in inputs.items()}
+        return {name: x.to(self.device, non_blocking=True) for name, x in inputs.items() if x is not None}
 
-    def _here(self, x: torch.Tensor | None) -> torch.Tensor | None:
-        return None if x is None else x.to(self.device, non_blocking=True)
-
-    def forward(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """Summed loss of one micro-batch on this rank."""
-        with self.precision():
-            logits = self.model(self._here(micro_batch.tokens), **self.inputs(micro_batch))
-        return self.loss(logits, self._here(micro_batch.labels))  # type: ignore[arg-type]
+    def forward(self, micro_batch: MicroBatch) -> torch.Tensor | None:
+        """Summed loss of one micro-batch on this rank; None where another rank has it."""
+        return self.passes.forward(self.inputs(micro_batch))
 
     def route(self, micro_batch: MicroBatch) -> None:
         """Run one micro-batch for the load of its experts alone."""
+        inputs = self.inputs(micro_batch)
+        del inputs["labels"]
         with self.precision():
-            self.model.count_global(self._here(micro_batch.tokens), **self.inputs(micro_batch))
+            self.model.count_global(**inputs)
 
     def forward_backward(self, batch: StepBatch) -> torch.Tensor:
         """Accumulate the gradient of the global mean loss; return this rank's loss sum.
@@ -115,13 +112,7 @@ class TrainStep:
         """
         if self.experts is not None:
             self.experts.begin(batch.step, batch.micro_batches, self.route)
-        total = torch.zeros((), device=self.device)
-        for i, micro_batch in enumerate(batch.micro_batches):
-            self.set_gradient_sync(self.model, i == len(batch.micro_batches) - 1)
-            loss_sum = self.forward(micro_batch)
-            (loss_sum / batch.global_valid_tokens).backward()
-            total += loss_sum.detach()
-        return total
+        return self.passes.forward_backward([self.inputs(m) for m in batch.micro_batches], batch.global_valid_tokens)
 
     def clip(self) -> torch.Tensor:
         """Clip the gradient in place and return its norm before clipping."""

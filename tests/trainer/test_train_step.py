@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from parallelisms.gradient_norm import clip_grad_norm
+from trainer.passes import Whole
 from trainer.train_step import TrainStep
 from trainer.validation import validate
 
@@ -36,11 +37,10 @@ def micro(rows: int, ignored: int = 0) -> SimpleNamespace:
 def step_of(model, accept=lambda batch, result: True, max_norm=0.0) -> TrainStep:
     return TrainStep(
         model=model,
-        loss=loss,
+        passes=Whole(model, loss, contextlib.nullcontext, lambda model, enabled: None),
         optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
         device=torch.device("cpu"),
         precision=contextlib.nullcontext,
-        set_gradient_sync=lambda model, enabled: None,
         clip_grad_norm=clip_grad_norm,
         max_norm=max_norm,
         accept=accept,
@@ -70,7 +70,7 @@ def test_accumulation_over_unequal_micro_batches_is_one_large_batch():
 def test_gradients_are_reduced_with_the_last_micro_batch_alone():
     calls = []
     step = step_of(Toy())
-    step.set_gradient_sync = lambda model, enabled: calls.append(enabled)
+    step.passes.set_gradient_sync = lambda model, enabled: calls.append(enabled)
     step(batch_of([micro(1), micro(1), micro(1)]))
     assert calls == [False, False, True]
 

@@ -1,0 +1,124 @@
+"""What pipelines do beside gradients: passes and messages are counted, losses and metrics reach rank 0."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import train
+from config.schema import Config
+from config.world import mesh_degrees
+from data.build import build_data
+from parallelisms.mesh import Mesh
+from tests import p2p, ranks
+from tests.parallelisms.test_parity_data import tiny
+from tests.parallelisms.test_pipeline_parity import FULL, LAYERS, pp
+from trainer.loss_watch import LossWatch, NonFiniteLoss
+from trainer.validation import validate
+
+VALIDATED = {"validation__enable": True, "validation__steps": 4, "validation__local_batch_size": 3}
+
+
+def observe(config: Config, poison: bool = False) -> dict:
+    """Two steps and a validation on this rank, and what was seen of the second step."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    config = copy.deepcopy(config)
+    config.optimizer.name, config.training.mixed_precision_param = "SGD", "float32"
+    mesh, device = Mesh(rank=rank, **mesh_degrees(config, world)), torch.device("cpu")
+    if world > 1:
+        mesh.connect("cpu")
+    pipeline = build_data(config, dp_rank=mesh.dp_rank, dp_degree=mesh.dp_degree)
+    model = train.build_model(config, mesh, device)
+    watch = LossWatch(mesh.sum_over_data, skip=False)
+    step = train.build_step(config, model, mesh, device, watch.accept)
+    forwards: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if name.endswith(("attention_norm", "tok_embeddings", "output")):
+            module.register_forward_hook(lambda *_, name=name: forwards.update({name: forwards.get(name, 0) + 1}))
+    step(pipeline.train.next_step())
+    first = dict(forwards)
+    if poison and mesh.pp_rank == 0:
+        with torch.no_grad():
+            next(p for p in model.parameters() if p.ndim == 1)[0] = math.nan
+    with p2p.recorded(rank) as sends:
+        result = step(pipeline.train.next_step())
+    try:
+        loss, error = watch.latest()[0], ""
+    except NonFiniteLoss as caught:
+        loss, error = math.nan, str(caught)
+    found = {
+        "forwards": {name: n - first[name] for name, n in forwards.items()},
+        "sends": list(sends),
+        "loss": loss,
+        "error": error,
+        "norm": float(result.grad_norm),
+        "report": step.passes.report(),
+    }
+    if config.validation.enable:
+        with p2p.recorded(rank) as sends:
+            found["validation"] = validate(
+                model, pipeline.validation(), forward=step.forward, sum_over_ranks=mesh.sum_over_data
+            )
+        found["validation sends"] = list(sends)
+        step(pipeline.train.next_step())  # training goes on after it
+    pipeline.close()
+    return found
+
+
+def seen(world_size: int, config: Config, **keywords) -> list[dict]:
+    return ranks.run(world_size, observe, config, *keywords.values())
+
+
+@pytest.fixture(scope="module")
+def one() -> dict:
+    return seen(1, tiny(**LAYERS | VALIDATED))[0]
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble", "naive"])
+def test_loss_norm_and_validation_are_the_models_on_every_rank(one, schedule):
+    for rank in seen(2, tiny(**LAYERS | VALIDATED | pp(schedule))):
+        for name in ("loss", "norm"):
+            assert rank[name] == pytest.approx(one[name], rel=1e-5)
+        for tag, value in one["validation"].items():
+            assert rank["validation"][tag] == pytest.approx(value, rel=1e-6), tag
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "DualPipeV"])
+def test_each_layer_sees_each_micro_batch_once(schedule):
+    """No phantom forward for shapes, in the first step neither; the whole model is there, once."""
+    everywhere = [rank["forwards"] for rank in seen(2, tiny(**LAYERS | pp(schedule)))]
+    assert sum(map(len, everywhere)) == 4 + 2
+    assert {n for rank in everywhere for n in rank.values()} == {8}
+
+
+def test_full_checkpointing_adds_one_forward_a_layer():
+    for rank in seen(2, tiny(**LAYERS | pp("1F1B") | FULL)):
+        for name, n in rank["forwards"].items():
+            assert n == (16 if "attention_norm" in name else 8), name
+
+
+# Of 8 micro-batches of 1 x 32 tokens x 32 float32 each; a V passes its middle on without a message.
+MESSAGES = {"naive": (4, 2), "GPipe": (8, 1), "1F1B": (8, 1), "Interleaved1F1B": (24, 1), "ZBVZeroBubble": (16, 1)}
+
+
+@pytest.mark.parametrize("schedule", MESSAGES)
+def test_messages_and_bytes_of_a_step(schedule):
+    count, rows = MESSAGES[schedule]
+    results = seen(2, tiny(**LAYERS | VALIDATED | pp(schedule)))
+    for rank, result in enumerate(results):
+        assert result["sends"] == [(rank, 1 - rank, rows * 32 * 32 * 4)] * count
+    batches = len(results[0]["validation sends"]) // (2 if schedule == "Interleaved1F1B" else 1)
+    assert batches > 0 and {size % (32 * 32 * 4) for _, _, size in results[0]["validation sends"]} == {0}
+
+
+def test_what_waits_is_measured():
+    for rank in seen(2, tiny(**LAYERS | pp("naive"))):
+        assert 25 < rank["report"]["pipeline/bubble(%)"] < 100, "half the time at least, were the stages equal"
+
+
+def test_a_loss_that_is_not_finite_stops_every_rank():
+    """The weight is spoilt on the first stage alone; the loss shows it on the last."""
+    results = seen(2, tiny(**LAYERS | pp("1F1B")), poison=True)
+    assert all("loss nan, gradient norm nan" in rank["error"] for rank in results)
