@@ -16,6 +16,7 @@ by the process, which the kernel drops when it dies, tells a run that is alive f
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -31,6 +32,7 @@ import tomli
 from config.errors import ConfigError
 from config.keys import shown
 from config.load import Resolved, flatten, to_toml
+from config.schema import Config, Job
 from trainer.environment import describe_environment
 
 State = Literal["new", "continued", "done"]
@@ -80,16 +82,22 @@ def run_directory_state(resolved: Resolved, *, opener: bool = True) -> State:
     the one that does may have begun, and reports what is wrong.
 
     Raises:
-        ConfigError: job.run_dir holds another configuration, is in use, or is no run directory.
+        ConfigError: job.run_dir holds another configuration, is in use, or is no run directory; or nothing can be
+            written where it, or the folder of a new one, would be.
     """
-    if not resolved.config.job.run_dir:
-        return "new"
-    path = Path(resolved.config.job.run_dir)
+    job = resolved.config.job
+    path = Path(job.run_dir)
     if opener:
-        return _state(path, resolved, ask_lock=True)
+        state = _state(path, resolved, ask_lock=True) if job.run_dir else "new"
+        if state != "done":
+            _check_writable(job)
+        return state
+    if not job.run_dir:
+        return "new"
     if not (path / "DONE").exists():
         return "new"
-    return "new" if _differences(_recorded_configuration(path) or {}, resolved) else "done"
+    recorded = _recorded_configuration(path)
+    return "new" if recorded is None or _differences(recorded, resolved) else "done"
 
 
 def open_run_directory(resolved: Resolved, *, command: list[str], record: dict[str, Any]) -> RunDirectory:
@@ -115,10 +123,7 @@ def open_run_directory(resolved: Resolved, *, command: list[str], record: dict[s
         path.mkdir(parents=True, exist_ok=True)
         lock = _lock(path)
     except OSError as error:
-        key, folder = ("run_dir", job.run_dir) if job.run_dir else ("dump_folder", job.dump_folder)
-        raise ConfigError(
-            f"job.{key} = {shown(folder)}: cannot be written: {error.strerror}. Choose another folder."
-        ) from None
+        raise _cannot_be_written(job, error.strerror) from None
     try:
         state = _state(path, resolved, ask_lock=False)  # again: another process may have been faster
         if state == "continued":
@@ -128,6 +133,21 @@ def open_run_directory(resolved: Resolved, *, command: list[str], record: dict[s
         if lock is not None:
             os.close(lock)
         raise
+
+
+def _check_writable(job: Job) -> None:
+    """That a folder can be made where the run's would be, without making it."""
+    folder = Path(job.run_dir or job.dump_folder)
+    there = next(p for p in (folder, *folder.parents) if p.exists())
+    if not there.is_dir():
+        raise _cannot_be_written(job, os.strerror(errno.ENOTDIR))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise _cannot_be_written(job, os.strerror(errno.EACCES))
+
+
+def _cannot_be_written(job: Job, why: str) -> ConfigError:
+    key, folder = ("run_dir", job.run_dir) if job.run_dir else ("dump_folder", job.dump_folder)
+    return ConfigError(f"job.{key} = {shown(folder)}: cannot be written: {why}. Choose another folder.")
 
 
 def _new_directory(parent: Path) -> Path:
@@ -171,16 +191,22 @@ def _recorded_configuration(path: Path) -> dict[str, Any] | None:
     for file in found:
         if file.is_file():
             try:
-                tree = tomli.loads(file.read_text(encoding="utf-8"))
+                return _flat(file.read_text(encoding="utf-8"))
             except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
                 raise ConfigError(f"{file}: cannot be read: {error}. Choose another job.run_dir.") from None
-            return {f"{section}.{key}": value for section, table in tree.items() for key, value in table.items()}
     return None
 
 
+def _flat(text: str) -> dict[str, Any]:
+    return {f"{section}.{key}": v for section, table in tomli.loads(text).items() for key, v in table.items()}
+
+
 def _differences(recorded: dict[str, Any], resolved: Resolved) -> list[str]:
-    """What differs between a recorded and the present configuration, apart from [job], in words."""
-    present = {f"{s}.{k}": v for s, table in tomli.loads(to_toml(resolved.config)).items() for k, v in table.items()}
+    """What differs between a recorded and the present configuration, apart from [job], in words.
+
+    A key that the record lacks had its default: it is unset, or younger than the run.
+    """
+    recorded, present = _flat(to_toml(Config())) | recorded, _flat(to_toml(resolved.config))
 
     def value(flat: dict[str, Any], key: str) -> str:
         return shown(flat[key]) if key in flat else "unset"

@@ -96,6 +96,18 @@ def test_done_is_left_alone(tmp_path: Path) -> None:
     assert content(tmp_path / "run") == before
 
 
+def test_a_key_younger_than_the_run_had_its_default(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    resolved = resolve(tmp_path, job__run_dir=str(run_dir))
+    open_it(resolved).finish("done", steps=20)
+    whole = (run_dir / "config.toml").read_text()
+    (run_dir / "config.toml").write_text(whole.replace("gc_freq = 50\n", ""))
+    assert "gc_freq" in whole and "gc_freq" not in (run_dir / "config.toml").read_text()
+    assert run_directory_state(resolved) == run_directory_state(resolved, opener=False) == "done"
+    with pytest.raises(ConfigError, match="training.gc_freq = 50 there, 7 now"):
+        run_directory_state(resolve(tmp_path, job__run_dir=str(run_dir), training__gc_freq=7))
+
+
 @pytest.mark.parametrize("ended", ["done", "failed", "killed"])
 def test_another_configuration_is_refused(tmp_path: Path, ended: str) -> None:
     run_dir = str(tmp_path / "run")
@@ -226,10 +238,22 @@ def test_what_is_no_run_directory_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_a_users_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"job.run_dir = .*: cannot be written: Not a directory"):
-        open_it(resolve(tmp_path, job__run_dir=str(tmp_path / "file" / "run")))
-    with pytest.raises(ConfigError, match=r"job.dump_folder = .*: cannot be written: Not a directory"):
-        open_it(resolve(tmp_path, job__dump_folder=str(tmp_path / "file")))
+    in_a_file = {"run_dir": tmp_path / "file" / "run", "dump_folder": tmp_path / "file"}
+    for key, folder in in_a_file.items():
+        resolved = resolve(tmp_path, **{f"job__{key}": str(folder)})
+        for refuse in (open_it, run_directory_state):
+            with pytest.raises(ConfigError, match=rf"job.{key} = .*: cannot be written: Not a directory"):
+                refuse(resolved)
+
+
+def test_a_folder_of_somebody_else_is_refused_before_ranks_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked: list[Path] = []
+    monkeypatch.setattr(run_directory.os, "access", lambda path, mode: bool(asked.append(Path(path))))
+    for key in ("run_dir", "dump_folder"):
+        with pytest.raises(ConfigError, match=rf"job.{key} = .*: cannot be written: Permission denied"):
+            run_directory_state(resolve(tmp_path, **{f"job__{key}": str(tmp_path / "deep" / "in")}))
+    assert asked == [tmp_path, tmp_path]
+    assert run_directory_state(resolve(tmp_path), opener=False) == "new"
 
 
 _HOLD = """
