@@ -5,6 +5,8 @@ Each command's module is imported when it is called: ``check`` and ``list`` must
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -53,6 +55,9 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+    except BrokenPipeError:  # "| head" has seen enough; without this Python complains once more when it closes stdout
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 if __name__ == "__main__":

@@ -139,13 +139,9 @@ def checklist(runs: Sequence[Run], comparisons: Sequence[dict[str, Any]]) -> lis
     sizes = {arm: (p["total"], p.get("active", p["total"])) for arm, p in parameters.items() if p.get("total")}
     told = [f"{arm} {_millions(total)} / {_millions(active)}" for arm, (total, active) in sizes.items()]
     add("total and active parameters", "; ".join(told))
-    peaks = [
-        row
-        for c in comparisons
-        for row in c["metrics"]
-        if row["name"] in ("peak active memory", "peak resident memory") and row["candidate"]
-    ]
-    add("memory", f"peak memory in the paired table of {len(peaks)} arms" if peaks else "")
+    memory = ("peak active memory", "peak resident memory")
+    peaks = [c["arm"] for c in comparisons if any(row["name"] in memory and row["candidate"] for row in c["metrics"])]
+    add("memory", f"peaks of {', '.join(peaks)} beside the baseline's, in the paired tables" if peaks else "")
     tags = {tag for run in runs for line in run.lines[-1:] for tag in line if tag.startswith("moe/")}
     if sparse:
         add("expert and device load", ", ".join(sorted(tags)))

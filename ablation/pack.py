@@ -34,7 +34,7 @@ def main(args: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     print(f"{page}  {page.stat().st_size / 2**20:.1f} MiB")
-    print(f"{archive}  {archive.stat().st_size / 2**20:.1f} MiB, without {left_out} checkpoint and trace files")
+    print(f"{archive}  {archive.stat().st_size / 2**20:.1f} MiB, without {left_out} checkpoints, traces and locks")
     return 0
 
 

@@ -171,17 +171,22 @@ def _paired_tables(result: dict[str, Any]) -> list[Block]:
                 f"{path}/value", f"{path}/interval", ratio=row["kind"] == "ratio", decimals=decimals
             )
             rows.append([
-                cell(row["name"]), moved, _mean_sd(numbers, row, f"{path}/baseline", decimals),
-                _mean_sd(numbers, row, f"{path}/candidate", decimals), cell(str(row["n"])),
+                cell(row["name"]), moved, _mean_sd(numbers, row, f"{path}/baseline", decimals and 4),
+                _mean_sd(numbers, row, f"{path}/candidate", decimals and 4), cell(str(row["n"])),
                 cell(row["unit"], tone="muted"),
             ])  # fmt: skip
         loss, speed = c["loss"], c["speed"]
-        levels = f"The verdicts use {_interval_words(loss)} (loss) and {_interval_words(speed)} (tokens/s); here 95 %."
+        used = [_interval_words(part) for part in (loss, speed)]
+        levels = (
+            f"The verdicts use {used[0]} (loss) and {used[1]} (tokens/s); here 95 %." if set(used) != {"95 %"} else ""
+        )
         blocks += [
             Heading(f"{c['arm']} against {c['baseline']}", 3),
             Text(verdict_line(result, i)),
             Table(
-                ["metric", "change [95 %]", "baseline, mean ± sd", f"{c['arm']}, mean ± sd", "n", "unit"], rows, levels
+                ["metric", "change [95 %]", "baseline, mean ± sd", f"{c['arm']}, mean ± sd", "n", "unit"],
+                rows,
+                levels if set(used) != {"95 %"} else "",
             ),
             *_further(numbers, i),
         ]
@@ -228,12 +233,7 @@ def _further(numbers: Numbers, index: int) -> list[Block]:
     c, path = numbers.result["comparisons"][index], f"comparisons/{index}"
     rows = []
     if c["equal_time"]:
-        value = numbers.with_interval(
-            f"{path}/equal_time/value",
-            f"{path}/equal_time/interval",
-            ratio=False,
-            decimals=loss_decimals(numbers.result),
-        )
+        value = numbers.with_interval(f"{path}/equal_time/value", f"{path}/equal_time/interval", ratio=False)
         rows.append([cell("loss at equal training time"), value, cell(f"n = {c['equal_time']['n']}")])
     if c["cost"]:
         value = numbers.with_interval(f"{path}/cost/value", f"{path}/cost/interval", ratio=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ablation.document import DASH, Block, Card, Cell, Heading, Number, Numbers, Table, Text, cell, digits
-from ablation.wording import loss_decimals, validity_cell
+from ablation.wording import validity_cell
 
 
 def _held(interval: list[float] | None, nothing: float) -> Cell:
@@ -19,9 +19,7 @@ def _held(interval: list[float] | None, nothing: float) -> Cell:
 
 def _loss_against_itself(numbers: Numbers, label: str) -> Cell:
     path = f"aa/{label}/loss/against_itself"
-    return numbers.with_interval(
-        f"{path}/difference", f"{path}/interval", ratio=False, decimals=loss_decimals(numbers.result)
-    )
+    return numbers.with_interval(f"{path}/difference", f"{path}/interval", ratio=False)
 
 
 def _speed_against_itself(numbers: Numbers, label: str) -> Cell:

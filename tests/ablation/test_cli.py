@@ -142,6 +142,13 @@ def test_every_question_has_a_script_that_runs_it():
     assert path.name in done.stdout
 
 
+def test_a_closed_pipe_ends_without_a_traceback():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    command = '"$0" -m ablation list | true; echo ${PIPESTATUS[0]}'
+    done = subprocess.run(["bash", "-c", command, sys.executable], env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("141\n", "")
+
+
 def test_slurm_array(question_file, tmp_path):
     """A stand-in for sbatch, which runs the first two tasks and then the last job at once."""
     sbatch = tmp_path / "bin" / "sbatch"

@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_archive_compares_again_to_the_same_numbers(folder, tmp_path, capsys):
     assert main([str(folder), "--to", str(tmp_path / "out")]) == 0
-    assert "without 5 checkpoint and trace files" in capsys.readouterr().out
+    assert "without 5 checkpoints, traces and locks" in capsys.readouterr().out
     page, archive = tmp_path / "out" / "weight_decay-report.html", tmp_path / "out" / "weight_decay.tar.gz"
     assert page.read_text() == (folder / "report" / "report.html").read_text()
     with tarfile.open(archive) as tar:
