@@ -77,7 +77,7 @@ def run_ours(w: Workload, ngpu: int, steps: int, work: Path, extra: list[str]) -
     tokens = w.local_batch_size * w.seq_len
     last = lines[-1]
     return {
-        "command": command,
+        "command": shown(command),
         "step_times_s": times,
         "tokens_per_s": [tokens / t for t in times[WARM_UP:]],
         "losses": {line["step"]: line["loss_metrics/global_avg_loss"] for line in lines},
@@ -108,7 +108,7 @@ def run_torchtitan(w: Workload, ngpu: int, steps: int, work: Path, peer_path: st
     found = [m.groups() for m in map(STEP.search, re.sub(r"\x1b\[[0-9;]*m", "", log).splitlines()) if m]
     timed = [f for f in found if int(f[0]) > WARM_UP + WINDOW - 1]
     return {
-        "command": command,
+        "command": shown(command),
         "tokens_per_s": [float(f[3].replace(",", "")) for f in timed],
         "losses": {int(f[0]): float(f[1]) for f in found},
         "tflops": statistics.median(float(f[4].replace(",", "")) for f in timed),
@@ -126,6 +126,11 @@ def execute(command: list[str], folder: Path, environment: dict[str, str]) -> st
     if done.returncode:
         raise RuntimeError(f"exit code {done.returncode} of {' '.join(command)}\n{done.stdout[-4000:]}")
     return done.stdout
+
+
+def shown(command: list[str]) -> list[str]:
+    """A command as it reads in the checkout's folder."""
+    return [word.replace(f"{ROOT}{os.sep}", "") for word in command]
 
 
 def peer_assets(folder: Path, config_file: str) -> Path:
