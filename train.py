@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from typing import Any
 
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when torch first allocates on a GPU
@@ -58,6 +59,9 @@ from trainer.train_step import Accept, TrainStep
 from trainer.validation import validate
 
 logger = logging.getLogger("train")
+
+SECONDS_TO_SPEAK = 5.0
+"""Ranks that print nothing end this much later: torchrun ends all as soon as one has, also one about to say why."""
 
 
 def build_model(config: Config, mesh: Mesh, device: torch.device) -> Decoder:
@@ -256,7 +260,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     level = logging.INFO if rank == 0 else logging.WARNING
     logging.basicConfig(format="%(message)s", level=level, stream=sys.stdout)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop ends as Ctrl-C does
+    if rank == 0:  # it says how the run ended; the others, who may wait in a collective, end at once
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop ends as Ctrl-C does
     run = None
     try:
         resolved = load(argv)
@@ -280,8 +285,10 @@ def main(argv: list[str] | None = None) -> int:
                 logger.warning("%s", line)
             logger.info("Run directory: %s", run.path)
     except ConfigError as error:
-        if rank == 0:
-            print(error, file=sys.stderr)
+        if local_rank == 0:
+            print(error, file=sys.stderr, flush=True)
+        else:
+            time.sleep(SECONDS_TO_SPEAK)
         return 2
 
     skip = config.training.nonfinite_loss == "skip"

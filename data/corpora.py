@@ -41,7 +41,7 @@ class PythonCorpus:
         for root in self.roots:
             path = Path(sysconfig.get_path("purelib") if root == "site-packages" else root).expanduser()
             if not path.is_dir():
-                raise ConfigError(f"data.roots: {root!r} is not a folder; name an existing folder or \"site-packages\"")
+                raise ConfigError(f'data.roots: {root!r} is not a folder; name an existing folder or "site-packages"')
             self.folders.append((path.resolve().name, path))
 
     def fingerprint(self) -> str:

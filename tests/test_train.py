@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import train
 from config.load import load_file
 from data import conditional_byte_entropy
 from data.build import build_data
@@ -112,6 +114,30 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_named(tmp_path):
     reason = json.loads((run_dir / "FAILED").read_text())["reason"]
     assert reason.startswith("step 2: loss nan") and "documents: " in reason
     assert reason in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("rank", "handler"), [("0", signal.default_int_handler), ("1", signal.SIG_DFL)])
+def test_sigterm_is_an_interruption_on_the_rank_that_reports_it(monkeypatch, rank, handler):
+    """On the others it ends the process, also one that waits in a collective: torchrun would give it 30 seconds."""
+    monkeypatch.setenv("RANK", rank)
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        assert train.main(["--training.stepz", "1"]) == 2
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_one_rank_of_a_machine_says_the_mistake_and_is_not_the_last_to_end(monkeypatch, capsys):
+    waited: list[float] = []
+    monkeypatch.setattr(train.time, "sleep", waited.append)
+    monkeypatch.setattr(train.signal, "signal", lambda *_: None)
+    for rank, local_rank in (("2", "0"), ("3", "1")):  # of the second machine
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        assert train.main(["--training.stepz", "1"]) == 2
+    assert capsys.readouterr().err.count("did you mean '--training.steps'") == 1
+    assert waited == [train.SECONDS_TO_SPEAK]
 
 
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])

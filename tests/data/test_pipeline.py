@@ -133,9 +133,7 @@ def test_mixture_proportions_and_description(make_config, tmp_path):
     described = pipeline.describe()
     assert [s["weight"] for s in described["sources"]] == [3.0, 1.0] and described["epochs"] is None
     assert described["documents"] == sum(s["documents"] for s in described["sources"])
-    assert described["sources"][0]["epochs"] == pytest.approx(
-        10 * 64 * 64 * 0.75 / described["sources"][0]["tokens"]
-    )
+    assert described["sources"][0]["epochs"] == pytest.approx(10 * 64 * 64 * 0.75 / described["sources"][0]["tokens"])
     validated = [m.document_names[0][0] for m in pipeline.validation()]
     assert sorted(validated) == ["a", "a", "a", "b"]
 
