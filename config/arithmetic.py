@@ -1,4 +1,4 @@
-"""Exact arithmetic on a model shape: parameters, FLOPs a token, memory of weights, gradients and optimizer states."""
+"""Exact arithmetic on a model shape: parameters and FLOPs a token. Memory is in config/memory.py."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ from dataclasses import dataclass
 from math import prod
 
 from config.flavors import ModelShape
-
-FLOAT32_BYTES = 4
-STATES_OF = {"AdamW": 2, "Adam": 2, "SGD": 0}
-"""float32 optimizer states a parameter has: both moments of Adam; plain SGD keeps none."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +18,8 @@ class Tensor:
     count: int = 1
     met: tuple[int, int] = (1, 1)
     """Share of it that a token meets: (top_k, num_experts) for experts."""
+    cut: int | None = None
+    """Dimension that tensor parallelism cuts; None: every rank of a group holds the whole."""
 
     @property
     def numel(self) -> int:
@@ -38,12 +36,12 @@ def tensors(shape: ModelShape) -> list[Tensor]:
     q, kv = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
     sparse = sum(shape.moe.has_experts(i) for i in range(layers)) if shape.moe else 0
     found = [
-        Tensor("embedding", "embedding", (shape.vocab_size, d)),
-        Tensor("attention query", "linear", (q, d), layers),
-        Tensor("attention key, value", "linear", (kv, d), 2 * layers),
-        Tensor("attention output", "linear", (d, q), layers),
-        Tensor("feed-forward gate, up", "linear", (hidden, d), 2 * (layers - sparse)),
-        Tensor("feed-forward down", "linear", (d, hidden), layers - sparse),
+        Tensor("embedding", "embedding", (shape.vocab_size, d), cut=0),
+        Tensor("attention query", "linear", (q, d), layers, cut=0),
+        Tensor("attention key, value", "linear", (kv, d), 2 * layers, cut=0),
+        Tensor("attention output", "linear", (d, q), layers, cut=1),
+        Tensor("feed-forward gate, up", "linear", (hidden, d), 2 * (layers - sparse), cut=0),
+        Tensor("feed-forward down", "linear", (d, hidden), layers - sparse, cut=1),
         Tensor("norms of the blocks", "norm", (d,), 2 * layers),
         Tensor("final norm", "norm", (d,)),
     ]
@@ -51,18 +49,18 @@ def tensors(shape: ModelShape) -> list[Tensor]:
         moe, met = shape.moe, (shape.moe.top_k, shape.moe.num_experts)
         found += [
             Tensor("routers", "linear", (moe.num_experts, d), sparse),
-            Tensor("experts gate, up", "linear", (moe.num_experts, d, 2 * moe.hidden_dim), sparse, met),
-            Tensor("experts down", "linear", (moe.num_experts, d, moe.hidden_dim), sparse, met),
+            Tensor("experts gate, up", "linear", (moe.num_experts, d, 2 * moe.hidden_dim), sparse, met, cut=2),
+            Tensor("experts down", "linear", (moe.num_experts, d, moe.hidden_dim), sparse, met, cut=2),
         ]
         if moe.shared_dim:
-            found.append(Tensor("shared experts gate, up", "linear", (moe.shared_dim, d), 2 * sparse))
-            found.append(Tensor("shared experts down", "linear", (d, moe.shared_dim), sparse))
+            found.append(Tensor("shared experts gate, up", "linear", (moe.shared_dim, d), 2 * sparse, cut=0))
+            found.append(Tensor("shared experts down", "linear", (d, moe.shared_dim), sparse, cut=1))
     if shape.qk_norm and shape.qk_norm_scope == "projection":
         found += [Tensor("query norms", "norm", (q,), layers), Tensor("key norms", "norm", (kv,), layers)]
     elif shape.qk_norm:
         found.append(Tensor("query, key norms", "norm", (shape.head_dim,), 2 * layers))
     if not shape.enable_weight_tying:
-        found.append(Tensor("head", "head", (shape.vocab_size, d)))
+        found.append(Tensor("head", "head", (shape.vocab_size, d), cut=0))
     return [t for t in found if t.count]
 
 
@@ -119,27 +117,3 @@ def flops_per_token(shape: ModelShape, seq_len: int) -> Flops:
         torchtitan=6 * (counts.active - counts.embedding) + 12 * width * seq_len,
         causal_with_head=6 * (linear + shape.vocab_size * shape.dim) + 6 * width * (seq_len + 1),
     )
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on the fullest rank. Activations, gathered blocks and the allocator's own needs come on top."""
-
-    parameters: int
-    gradients: int
-    optimizer_states: int
-
-    @property
-    def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer_states
-
-
-def memory(shape: ModelShape, optimizer: str, shard_degree: int = 1) -> Memory:
-    """Float32 weights, gradients and states of a rank.
-
-    FSDP cuts each parameter along its first dimension into ``shard_degree`` parts, the first of them the largest; DDP
-    (``shard_degree`` 1) holds whole copies. HSDP is FSDP over its shard degree.
-    """
-    elements = sum(-(-t.shape[0] // shard_degree) * prod(t.shape[1:]) * t.count for t in tensors(shape))
-    size = elements * FLOAT32_BYTES
-    return Memory(parameters=size, gradients=size, optimizer_states=size * STATES_OF[optimizer])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from config.arithmetic import flops_per_token, memory, parameter_counts
+from config.arithmetic import flops_per_token, parameter_counts
 from config.flavors import resolve_shape
 from config.keys import shown
 from config.load import Resolved, flatten
+from config.memory import memory
 from config.paths import missing_files
 from config.rules import effective, tokenizer_kind
 from config.world import DATA_AXES, DEGREES, derived, mesh_degrees
@@ -87,7 +88,13 @@ def render_dry_run(resolved: Resolved, world_size: int) -> str:
     shape, training = resolve_shape(config.model, config.moe), config.training
     degrees, numbers = mesh_degrees(config, world_size), derived(config, world_size)
     counts, flops = parameter_counts(shape), flops_per_token(shape, training.seq_len)
-    held = memory(shape, config.optimizer.name, degrees["dp_shard"])
+    held = memory(
+        shape,
+        config.optimizer.name,
+        degrees["dp_shard"],
+        tensor_degree=degrees["tp"],
+        state_degree=degrees["dp_replicate"] if config.parallelism.zero_stage == 1 else 1,
+    )
     parts = {"embedding": counts.embedding, "blocks": counts.layers, "head": counts.head, "norm": shape.dim}
     in_parts = " + ".join(f"{name} {n:,}" for name, n in parts.items() if n) + ("" if counts.head else ", head tied")
     mesh = " x ".join(f"{axis}({degrees[axis]})" for axis in DEGREES if degrees[axis] > 1 or axis in DATA_AXES)

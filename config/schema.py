@@ -167,17 +167,19 @@ class Data:
 
 @dataclass
 class Parallelism:
-    data_parallel_replicate_degree: int = key(1, minimum=1)
+    data_parallel_replicate_degree: int = key(1, minimum=1, parent="parallelism.zero_stage", parent_values=(None,))
     """Ranks that hold whole copies. Alone: DDP. With a shard degree above 1: HSDP."""
-    data_parallel_shard_degree: int = key(-1, minimum=-1)
+    data_parallel_shard_degree: int = key(-1, minimum=-1, parent="parallelism.zero_stage", parent_values=(None,))
     """Ranks that shard parameters (FSDP2). -1: the ranks that are left over. 1: none."""
     zero_stage: Literal[0, 1, 2, 3] | None = None
     """Data-parallel degrees by ZeRO stage: 0 DDP, 1 DDP with sharded states, 2 FSDP2 kept after forward, 3 FSDP2."""
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = key(
+        "default", parent="parallelism.zero_stage", parent_values=(None,)
+    )
     """Free unsharded parameters after forward. default: always, except under zero_stage = 2."""
     fsdp_prefetch_blocks: int | None = key(None, minimum=1)
     """Blocks whose parameters FSDP2 gathers ahead, forward and backward. Unset: its own order, one block ahead."""
-    fsdp_version: Literal[2, 1] = 2
+    fsdp_version: Literal[2, 1] = key(2, parent="parallelism.zero_stage", parent_values=(None, 3))
     """1: torch's older FullyShardedDataParallel, to compare with; data parallelism alone."""
     tensor_parallel_degree: int = key(1, minimum=1)
     """Ranks that share each matrix, and the sequence between matrices (tensor and sequence parallelism)."""

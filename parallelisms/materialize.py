@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from parallelisms.names import named_parameters
 
@@ -30,8 +30,22 @@ def materialize(model: nn.Module, *, draw: Draw, device: torch.device) -> None:
     for name, parameter in named_parameters(model):
         full = draw(name, parameter.shape, device)
         if isinstance(parameter, DTensor):
-            shard = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            parameter.to_local().copy_(shard.to_local())
+            parameter.to_local().copy_(_cut(full, parameter))
         else:
             parameter.copy_(full)
     model.init_buffers()
+
+
+def _cut(full: torch.Tensor, parameter: DTensor) -> torch.Tensor:
+    """This rank's piece of ``full``, as ``parameter`` is placed.
+
+    Tensor parallelism cuts first and FSDP cuts what it finds, though FSDP's axis comes first in the mesh: a dimension
+    that both cut is marked as strided there, and cut last here.
+    """
+    cuts = [(placement, axis) for axis, placement in enumerate(parameter.placements) if placement != Replicate()]
+    coordinate = parameter.device_mesh.get_coordinate()
+    assert coordinate is not None  # every rank is in the mesh
+    for placement, axis in sorted(cuts, key=lambda cut: hasattr(cut[0], "split_factor")):
+        pieces = full.chunk(parameter.device_mesh.size(axis), placement.dim)
+        full = pieces[coordinate[axis]] if coordinate[axis] < len(pieces) else full.narrow(placement.dim, 0, 0)
+    return full

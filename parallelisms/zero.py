@@ -22,7 +22,11 @@ def shard_states(optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> ZeroRedu
     accepted = inspect.signature(type(optimizer).__init__).parameters
     options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
     sharded = ZeroRedundancyOptimizer(
-        optimizer.param_groups, optimizer_class=type(optimizer), process_group=mesh.get_group(), **options
+        optimizer.param_groups,
+        optimizer_class=type(optimizer),
+        process_group=mesh.get_group(),
+        parameters_as_bucket_view=True,  # one broadcast a rank instead of one a parameter
+        **options,
     )
     logger.info("Applied ZeRO stage 1: optimizer states over %d ranks", mesh.size())
     return sharded

@@ -2,8 +2,9 @@
 
 import pytest
 
-from config.arithmetic import flops_per_token, memory, parameter_counts, tensors
+from config.arithmetic import flops_per_token, parameter_counts, tensors
 from config.flavors import FLAVORS
+from config.memory import memory
 
 LLAMA = FLAVORS["llama3"]
 

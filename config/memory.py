@@ -1,0 +1,83 @@
+"""Bytes a rank holds: weights, gradients and optimizer states, and what each stage of ZeRO saves of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from config.arithmetic import tensors
+from config.flavors import ModelShape
+
+FLOAT32_BYTES = 4
+STATES_OF = {"AdamW": 2, "Adam": 2, "SGD": 0}
+"""float32 optimizer states a parameter has: both moments of Adam; plain SGD keeps none."""
+MOMENTS = ("after forward", "after backward", "in the optimizer step")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the fullest rank. Activations, gathered blocks and the allocator's own needs come on top."""
+
+    parameters: int
+    gradients: int
+    optimizer_states: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer_states
+
+
+def memory(
+    shape: ModelShape, optimizer: str, shard_degree: int = 1, *, tensor_degree: int = 1, state_degree: int = 1
+) -> Memory:
+    """Float32 weights, gradients and states of a rank.
+
+    Tensor parallelism cuts matrices in ``tensor_degree`` parts; FSDP cuts what is left of each parameter along its
+    first dimension into ``shard_degree`` parts, the first of them the largest. DDP (``shard_degree`` 1) holds whole
+    copies; HSDP is FSDP over its shard degree. ZeRO stage 1 hands the states of whole parameters to ``state_degree``
+    ranks.
+    """
+    shapes = _local_shapes(shape, tensor_degree)
+    size = FLOAT32_BYTES * sum(-(-s[0] // shard_degree) * prod(s[1:]) for s in shapes)
+    states = size if state_degree == 1 else FLOAT32_BYTES * _fullest([prod(s) for s in shapes], state_degree)
+    return Memory(parameters=size, gradients=size, optimizer_states=states * STATES_OF[optimizer])
+
+
+def zero_table(
+    shape: ModelShape, optimizer: str, ranks: int, *, compute_bytes: int, tensor_degree: int = 1
+) -> dict[int, dict[str, int]]:
+    """ZeRO stage -> moment of a step -> bytes on the fullest rank, without activations.
+
+    What FSDP2 has gathered counts: ``compute_bytes`` an element, after forward everything in stage 2 and the last unit
+    in stage 3. After backward both hold shards alone, so stage 2 here is ZeRO-2 in what it sends, not in what it
+    keeps: the paper's stage keeps whole parameters throughout.
+    """
+    shapes = _local_shapes(shape, tensor_degree)
+    last = [(shape.vocab_size // tensor_degree, shape.dim), (shape.dim,)]  # head, or the embedding that serves; norm
+    found = {}
+    for stage in range(4):
+        shards = ranks if stage > 1 else 1
+        held = memory(shape, optimizer, shards, tensor_degree=tensor_degree, state_degree=ranks if stage == 1 else 1)
+        gathered = {2: shapes, 3: last}.get(stage, [])
+        extra = compute_bytes * sum(-(-s[0] // ranks) * ranks * prod(s[1:]) for s in gathered)
+        found[stage] = dict(
+            zip(MOMENTS, (held.parameters + extra, held.parameters + held.gradients, held.total), strict=True)
+        )
+    return found
+
+
+def _local_shapes(shape: ModelShape, tensor_degree: int) -> list[tuple[int, ...]]:
+    """Every parameter as one rank of a tensor-parallel group holds it."""
+    found = []
+    for tensor in tensors(shape):
+        local = tuple(n // tensor_degree if i == tensor.cut else n for i, n in enumerate(tensor.shape))
+        found += [local] * tensor.count
+    return found
+
+
+def _fullest(sizes: list[int], ranks: int) -> int:
+    """The largest sum when each size, largest first, goes to the rank that has least (ZeroRedundancyOptimizer)."""
+    held = [0] * ranks
+    for size in sorted(sizes, reverse=True):
+        held[held.index(min(held))] += size
+    return max(held)
