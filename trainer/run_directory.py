@@ -17,12 +17,10 @@ by the process, which the kernel drops when it dies, tells a run that is alive f
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import logging
 import os
 import secrets
-import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -34,13 +32,12 @@ from config.keys import shown
 from config.load import Resolved, flatten, to_toml
 from config.schema import Config, Job
 from trainer.environment import describe_environment
+from trainer.run_lock import LOCK, hold, holder
 
 State = Literal["new", "continued", "done"]
 
 CHECKPOINTS = "checkpoint"
 ATTEMPTS = "attempts"
-LOCK = ".lock"
-LOCK_WAIT_SECONDS = 2.0
 
 logger = logging.getLogger(__name__)
 
@@ -121,9 +118,9 @@ def open_run_directory(resolved: Resolved, *, command: list[str], record: dict[s
         if path is None:
             path = _new_directory(Path(job.dump_folder) / (Path(job.config_file).stem or "run"))
         path.mkdir(parents=True, exist_ok=True)
-        lock = _lock(path)
+        lock = hold(path)
     except OSError as error:
-        raise _cannot_be_written(job, error.strerror) from None
+        raise _cannot_be_written(job, error.strerror or str(error)) from None
     try:
         state = _state(path, resolved, ask_lock=False)  # again: another process may have been faster
         if state == "continued":
@@ -180,8 +177,8 @@ def _state(path: Path, resolved: Resolved, *, ask_lock: bool) -> State:
         )
     if recorded is not None and "DONE" in names:
         return "done"
-    if ask_lock and (holder := _lock_holder(path)):
-        raise ConfigError(f"{where}: is in use by process {holder}. Wait for it, or choose another run_dir.")
+    if ask_lock and (process := holder(path)):
+        raise ConfigError(f"{where}: is in use by process {process}. Wait for it, or choose another run_dir.")
     return "new" if recorded is None else "continued"
 
 
@@ -274,53 +271,6 @@ def _write_record(path: Path, resolved: Resolved, command: list[str], record: di
     _write_json(path / "run.json", run)
     _write(path / "config.toml", to_toml(config).encode())
     return run
-
-
-def _lock(path: Path) -> int | None:
-    """Hold the directory until the process ends. None where the file system has no locks."""
-    descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    deadline = time.monotonic() + LOCK_WAIT_SECONDS  # whoever asks for the holder has the lock for an instant
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() < deadline:
-                time.sleep(0.02)
-                continue
-            os.close(descriptor)
-            raise ConfigError(
-                f"job.run_dir = {shown(str(path))}: is in use by process {_holder_name(path)}."
-                " Wait for it, or choose another run_dir."
-            ) from None
-        except OSError as error:
-            os.close(descriptor)
-            logger.warning("%s: no file lock (%s); nothing keeps a second run out", path, error.strerror)
-            return None
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, str(os.getpid()).encode())
-    return descriptor
-
-
-def _lock_holder(path: Path) -> str:
-    """The process that holds the directory, or nothing."""
-    try:
-        descriptor = os.open(path / LOCK, os.O_RDONLY)
-    except OSError:
-        return ""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return ""
-    except BlockingIOError:
-        return _holder_name(path)
-    except OSError:
-        return ""
-    finally:
-        os.close(descriptor)
-
-
-def _holder_name(path: Path) -> str:
-    return (path / LOCK).read_text(encoding="ascii", errors="replace") or "unknown"
 
 
 def _now() -> str:

@@ -13,7 +13,7 @@ import pytest
 
 from config.errors import ConfigError
 from config.load import Resolved, flatten, load_file
-from trainer import run_directory
+from trainer import run_directory, run_lock
 from trainer.run_directory import open_run_directory, run_directory_state
 
 ROOT = Path(__file__).parents[2]
@@ -269,7 +269,7 @@ time.sleep(60)
 
 
 def test_a_live_run_is_refused_and_a_killed_one_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_directory, "LOCK_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(run_lock, "WAIT_SECONDS", 0.1)
     path = tmp_path / "run"
     resolved = resolve(tmp_path, job__run_dir=str(path))
     command = [sys.executable, "-c", _HOLD, str(tmp_path / "tiny.toml"), str(path)]
@@ -289,7 +289,7 @@ def test_a_live_run_is_refused_and_a_killed_one_continued(tmp_path: Path, monkey
         holder.send_signal(signal.SIGKILL)
         holder.wait()
     deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and run_directory._lock_holder(path):
+    while time.monotonic() < deadline and run_lock.holder(path):
         time.sleep(0.05)
     assert run_directory_state(resolved) == "continued"
 
