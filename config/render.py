@@ -8,7 +8,9 @@ from config.keys import shown
 from config.load import Resolved, flatten
 from config.memory import memory
 from config.paths import missing_files
+from config.pipeline import bubble, stage_modules, stage_ranks
 from config.rules import effective, tokenizer_kind
+from config.schema import Config
 from config.world import DATA_AXES, DEGREES, derived, mesh_degrees
 
 _WIDEST_VALUE = 44
@@ -112,6 +114,7 @@ def render_dry_run(resolved: Resolved, world_size: int) -> str:
         "",
         _heading("Step", f"{ranks}: {mesh}"),
         *(_row(name.replace("_", " "), f"{item.value:,}", item.rule) for name, item in numbers.items()),
+        *(_pipeline(config, shape.n_layers, numbers["pipeline_micro_batches"].value) if degrees["pp"] > 1 else []),
         "",
         _heading("Memory a rank", "float32; activations and gathered blocks come on top"),
         _row("parameters", _bytes(held.parameters)),
@@ -123,6 +126,18 @@ def render_dry_run(resolved: Resolved, world_size: int) -> str:
     if remarks:
         lines += ["", _heading("Notes", ""), *(f"  {text}" for text in remarks)]
     return "\n".join(lines)
+
+
+def _pipeline(config: Config, n_layers: int, n: int) -> list[str]:
+    """The stages of a pipeline and the waiting that its schedule leaves."""
+    section = config.parallelism
+    stages = stage_modules(section, n_layers)
+    layers = [str(sum(module.startswith("layers.") for module in stage)) for stage in stages]
+    ranks = [str(rank) for rank in stage_ranks(section, len(stages))]
+    return [
+        _row("pipeline stages", f"{len(stages)}", f"layers {' '.join(layers)}, on ranks {' '.join(ranks)}"),
+        _row("waiting, predicted", f"{100 * bubble(section, n_layers, n):.1f} %", "equal stages, free communication"),
+    ]
 
 
 def _heading(title: str, about: str) -> str:

@@ -4,6 +4,7 @@ import pytest
 
 from config.load import load
 from config.pipeline import bubble, layers_by_stage, stage_count, stage_modules, stage_ranks
+from config.render import render_dry_run
 from config.schema import Parallelism
 from config.world import check_world, derived, mesh_degrees
 from tests.config.refusal import refusal
@@ -131,3 +132,9 @@ def test_predicted_bubbles():
     assert bubble(section(4, "GPipe"), 8, 16) == bubble(section(4), 8, 16) == pytest.approx(3 / 19)
     assert bubble(section(4, "Interleaved1F1B"), 8, 16) == pytest.approx(3 / 35)
     assert bubble(section(4, "ZBVZeroBubble"), 8, 16) == pytest.approx(1.5 / 49.5)
+
+
+def test_the_dry_run_says_where_layers_are_and_how_long_ranks_wait():
+    text = render_dry_run(load(words(schedule="ZBVZeroBubble")), 2)
+    assert "layers 1 2 1 0, on ranks 0 1 1 0" in text
+    assert "waiting, predicted" in text and "1.0 %" in text
