@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when torch first allocates on a GPU
@@ -44,6 +45,7 @@ from parallelisms.names import named_parameters
 from parallelisms.parallelize import compute_precision, hidden_states, parallelize
 from parallelisms.pipeline import Pipeline
 from parallelisms.pipeline_split import Stages
+from trainer.checkpoint import Checkpointer, step_to_continue
 from parallelisms.vocabulary_loss import vocabulary_parallel_cross_entropy_sum
 from parallelisms.zero import shard_states
 from trainer.determinism import set_determinism
@@ -206,17 +208,32 @@ def train(
         flops=flops_per_token(shape, config.training.seq_len),
     )
 
+    checkpointer = None
+    if config.checkpoint.enable:
+        run_dir = process_group.from_first_rank(None if run is None else run.path)
+        checkpointer = Checkpointer(
+            run_dir / config.checkpoint.folder,
+            config.checkpoint,
+            model=model,
+            optimizer=step_once.optimizer,
+            parts={"data": pipeline.train, "watch": watch},
+            steps=steps,
+        )
+    done = 0 if checkpointer is None else checkpointer.restore()
+    if done:
+        metrics.carry_over(done)
+
     def evaluate() -> dict[str, float]:
         return validate(model, held_out, forward=step_once.forward, sum_over_ranks=mesh.sum_over_data)
 
-    if held_out is not None:
+    if held_out is not None and not done:
         metrics.log_validation(0, evaluate())
     experts = step_once.experts
     load_map = LoadMap(run, metrics.writer) if experts is not None and run is not None else None
     collector = titan.GarbageCollection(config.training.gc_freq)
-    timer = StepTimer(device)
+    timer = StepTimer(device, first_step=done + 1)
     timer.start()
-    for step in range(1, steps + 1):
+    for step in range(done + 1, steps + 1):
         with timer.waiting_for_data():
             batch = pipeline.train.next_step()
         rate = set_learning_rate(
@@ -244,11 +261,17 @@ def train(
                     validation=validation,
                     extra=watch.counts() | seen | step_once.passes.report(),
                 )
-        if step == 1:
+        if checkpointer is not None and checkpointer.due(step):
+            with timer.paused():
+                watch.latest()  # a step that is not finite is not saved
+                checkpointer.save(step)
+        if step == done + 1:
             process_group.set_timeout(mesh, config.comm.train_timeout_seconds)
         collector.run(step)
     if load_map is not None:
         load_map.close()
+    if checkpointer is not None:
+        checkpointer.wait()
     metrics.close()
 
 
@@ -271,6 +294,9 @@ def main(argv: list[str] | None = None) -> int:
                 print(render_dry_run(resolved, world_size_from() or smallest_world(config)))
             return 0
         check_world(config, world_size)
+        if config.checkpoint.enable:
+            run_dir = config.job.run_dir
+            step_to_continue(Path(run_dir) / config.checkpoint.folder if run_dir else None, config.checkpoint)
         device = pick_device(local_rank)
         check_layout_on(config, device.type)
         if run_directory_state(resolved, opener=rank == 0) == "done":

@@ -214,6 +214,26 @@ class ActivationCheckpoint:
 
 
 @dataclass
+class Checkpoint:
+    enable: bool = False
+    """Save checkpoints, and continue from the newest complete one when the run directory holds any."""
+    folder: str = key("checkpoint", parent="checkpoint.enable", parent_values=(True,))
+    """Folder inside the run directory."""
+    interval: int = key(500, minimum=1, parent="checkpoint.enable", parent_values=(True,))
+    """Steps between checkpoints; the last step is always saved."""
+    enable_first_step_checkpoint: bool = key(False, parent="checkpoint.enable", parent_values=(True,))
+    """Save after step 1 too, to find out early that saving fails."""
+    keep_latest_k: int = key(10, minimum=0, parent="checkpoint.enable", parent_values=(True,))
+    """Checkpoints to keep; older ones are deleted once a newer one is complete. 0: all."""
+    async_mode: Literal["disabled", "async"] = key("disabled", parent="checkpoint.enable", parent_values=(True,))
+    """async: copy to CPU memory, go on training, write in the background."""
+    load_step: int = key(-1, minimum=-1, parent="checkpoint.enable", parent_values=(True,))
+    """Step to continue from. -1: the newest complete checkpoint, if there is one."""
+    initial_load_path: str = key("", parent="checkpoint.enable", parent_values=(True,))
+    """A checkpoint (a step-<n> folder) to take weights from when the run directory holds none yet."""
+
+
+@dataclass
 class Compile:
     enable: bool = False
     """torch.compile, per Transformer block."""
@@ -287,6 +307,7 @@ class Config:
     data: Data = field(default_factory=Data)
     parallelism: Parallelism = field(default_factory=Parallelism)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
     compile: Compile = field(default_factory=Compile)
     validation: Validation = field(default_factory=Validation)
     metrics: Metrics = field(default_factory=Metrics)

@@ -45,7 +45,19 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "parallelism.context_parallel_degree": ((1,), f"context parallelism is {_LATER}; set it to 1"),
     "parallelism.expert_parallel_degree": ((1,), f"expert parallelism is {_LATER}; set it to 1"),
-    "checkpoint.enable": ((False,), f"checkpoints are {_LATER}; set it to false"),
+    "checkpoint.initial_load_model_only": (
+        (True,),
+        "checkpoint.initial_load_path gives weights; a run is continued from its own run directory",
+    ),
+    "checkpoint.initial_load_in_hf": ((False,), f"Hugging Face checkpoints are {_LATER}; set it to false"),
+    "checkpoint.last_save_model_only": ((True, False), "every checkpoint is whole, the last one too"),
+    "checkpoint.last_save_in_hf": ((False,), f"Hugging Face checkpoints are {_LATER}; set it to false"),
+    "checkpoint.export_dtype": (("float32",), "weights are saved as they are kept, in float32"),
+    "checkpoint.exclude_from_loading": (
+        ([],),
+        "a checkpoint is loaded whole, or its weights alone by initial_load_path",
+    ),
+    "checkpoint.load_only": ((False,), "set checkpoint.interval above training.steps to save at the end alone"),
     "checkpoint.create_seed_checkpoint": ((False,), "initial weights are the same on every mesh by construction"),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": (
         ([], ["moe.router.gate"]),
@@ -98,27 +110,8 @@ FOLLOWS: dict[str, str] = {
     "parallelism.context_parallel_rotate_method": "parallelism.context_parallel_degree",
     "parallelism.expert_tensor_parallel_degree": "parallelism.expert_parallel_degree",
     "parallelism.expert_parallel_comm_backend": "parallelism.expert_parallel_degree",
-    **{
-        f"checkpoint.{name}": "checkpoint.enable"
-        for name in (
-            "enable_ft_dataloader_checkpoints",
-            "folder",
-            "interval",
-            "initial_load_path",
-            "initial_load_model_only",
-            "initial_load_in_hf",
-            "initial_load_in_hf_quantized",
-            "last_save_model_only",
-            "last_save_in_hf",
-            "export_dtype",
-            "async_mode",
-            "keep_latest_k",
-            "load_step",
-            "exclude_from_loading",
-            "enable_first_step_checkpoint",
-            "load_only",
-        )
-    },
+    "checkpoint.enable_ft_dataloader_checkpoints": "fault_tolerance.enable",
+    "checkpoint.initial_load_in_hf_quantized": "checkpoint.initial_load_in_hf",
     **{
         f"quantize.{name}": "model.converters"
         for name in (

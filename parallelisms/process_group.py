@@ -2,12 +2,15 @@
 
 import os
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from parallelisms.mesh import Mesh
+
+T = TypeVar("T")
 
 
 def join(mesh: Mesh, device: torch.device, *, timeout_seconds: int) -> None:
@@ -43,6 +46,15 @@ def set_timeout(mesh: Mesh, seconds: int) -> None:
     timeout = timedelta(seconds=seconds)
     for group in (None, *mesh.device_mesh.get_all_groups()):
         _set_pg_timeout(timeout, group)
+
+
+def from_first_rank(value: T) -> T:
+    """``value`` of rank 0, on every rank."""
+    if not dist.is_initialized():
+        return value
+    shared = [value]
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0]
 
 
 def leave() -> None:

@@ -5,6 +5,7 @@ import math
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,27 @@ def test_a_finished_run_is_left_alone_and_another_configuration_refused(one_proc
     assert other.returncode == 2
     assert "training.steps" in other.stderr and "Traceback" not in other.stderr
     assert before == {path: path.stat().st_mtime_ns for path in one_process.rglob("*")}
+
+
+def test_a_killed_run_goes_on_from_its_checkpoint(one_process, tmp_path):
+    run_dir = tmp_path / "killed"
+    options = ["--training.steps", "20", "--metrics.log_freq", "1", "--checkpoint.enable", "--checkpoint.interval", "4"]
+    command = [sys.executable, str(ROOT / "train.py"), "--job.config_file", str(ROOT / DEBUG)]
+    victim = subprocess.Popen([*command, "--job.run_dir", str(run_dir), *SMALL, *options], stdout=subprocess.DEVNULL)
+    while not (run_dir / "checkpoint" / "step-8").exists():
+        assert victim.poll() is None
+        time.sleep(0.05)
+    victim.kill()
+    victim.wait()
+    assert not (run_dir / "DONE").exists() and not (run_dir / "FAILED").exists()
+    done = launch(run_dir, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Continuing after step" in done.stdout
+    assert losses(run_dir) == losses(one_process)
+    assert [line["step"] for line in lines(run_dir)] == list(range(21))
+    times = [line["wall_s"] for line in lines(run_dir)]
+    assert times == sorted(times)
+    assert (run_dir / "attempts" / "1" / "metrics.jsonl").is_file()
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_is_named(tmp_path):

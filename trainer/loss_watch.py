@@ -74,6 +74,14 @@ class LossWatch:
         self._seen.clear()
         return self._last
 
+    def state_dict(self) -> dict[str, int]:
+        """What a checkpoint keeps."""
+        return {"step": self.step, "skipped_steps": self.skipped_steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on counting."""
+        self.step, self.skipped_steps = state["step"], state["skipped_steps"]
+
     def counts(self) -> dict[str, float]:
         """Tag -> value for the log: the steps skipped so far, where skipping is on."""
         return {"loss_metrics/skipped_steps": self.skipped_steps} if self._skip else {}

@@ -34,6 +34,8 @@ LOSS = "loss_metrics/global_avg_loss"
 VALIDATION = "validation_metrics/"
 
 # torchtitan's, as ANSI numbers.
+_NO_TAG = ("step", "tokens", "wall_s", "step_times_s", "excluded_steps")
+
 _COLOURS = {"step": 31, "loss": 32, "gnorm": 33, "mem": 36, "tps": 34, "tflops": 36, "mfu": 35, "validation": 33}
 
 logger = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ class Metrics:
         tokens_per_step: int,
         flops: Flops,
     ):
+        self._run = run
         self._config = config
         self._tokens_per_step = tokens_per_step
         self._world_size = world_size
@@ -77,6 +80,19 @@ class Metrics:
                 self._tensorboard = titan.TensorBoardLogger(str(run.path / config.metrics.save_tb_folder))
                 for name, text in _texts(run).items():
                     self._tensorboard.writer.add_text(name, text)
+
+    def carry_over(self, step: int) -> None:
+        """Begin with what earlier attempts wrote up to ``step``, where a run goes on from its checkpoint.
+
+        The clock of ``wall_s`` goes on from the last of these lines.
+        """
+        if self._run is None:
+            return
+        lines = self._run.earlier_metrics(step)
+        for line in lines:
+            self._emit(line)
+        if lines:
+            self._begun = time.perf_counter() - lines[-1]["wall_s"]
 
     def should_log(self, step: int) -> bool:
         """Whether step ``step`` (the first is 1) is a log step: the first, every log_freq-th, the last."""
@@ -178,9 +194,15 @@ class Metrics:
         if self._file is None:
             return
         place = {"step": step, "tokens": step * self._tokens_per_step, "wall_s": time.perf_counter() - self._begun}
-        self._file.write(json.dumps({**place, **values, **lists}) + "\n")
+        self._emit({**place, **values, **lists})
+
+    def _emit(self, line: dict[str, Any]) -> None:
+        """One line of metrics.jsonl, and its tags to TensorBoard."""
+        assert self._file is not None
+        self._file.write(json.dumps(line) + "\n")
         if self._tensorboard is not None:
-            self._tensorboard.log(values, step)
+            tags = {tag: value for tag, value in line.items() if tag not in _NO_TAG}
+            self._tensorboard.log(tags, line["step"])
             self._tensorboard.writer.flush()
 
     def _seconds_left(self, step: int, times: StepTimes) -> float | None:

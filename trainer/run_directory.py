@@ -36,7 +36,6 @@ from trainer.run_lock import LOCK, hold, holder
 
 State = Literal["new", "continued", "done"]
 
-CHECKPOINTS = "checkpoint"
 ATTEMPTS = "attempts"
 
 logger = logging.getLogger(__name__)
@@ -57,6 +56,20 @@ class RunDirectory:
         """Set fields of run.json that are known only once the run is under way."""
         self.record.update(fields)
         _write_json(self.path / "run.json", self.record)
+
+    def earlier_metrics(self, step: int) -> list[dict[str, Any]]:
+        """Lines of metrics.jsonl that attempts before this one wrote up to ``step``, by step."""
+        lines: dict[int, dict[str, Any]] = {}
+        for attempt in _attempts(self.path):
+            file = attempt / "metrics.jsonl"
+            for text in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
+                try:
+                    line = json.loads(text)
+                except json.JSONDecodeError:
+                    continue  # cut off by a kill
+                if line["step"] <= step:
+                    lines[line["step"]] = line
+        return [lines[s] for s in sorted(lines)]
 
     def finish(
         self, status: Literal["done", "failed"], *, steps: int, reason: str = "", skipped_steps: int = 0
@@ -124,7 +137,8 @@ def open_run_directory(resolved: Resolved, *, command: list[str], record: dict[s
     try:
         state = _state(path, resolved, ask_lock=False)  # again: another process may have been faster
         if state == "continued":
-            logger.info("%s: continued; files of the earlier attempt are in %s", path, _move_attempt(path))
+            earlier = _move_attempt(path, resolved.config.checkpoint.folder)
+            logger.info("%s: continued; files of the earlier attempt are in %s", path, earlier)
         return RunDirectory(path, state, lock, _write_record(path, resolved, command, record))
     except BaseException:
         if lock is not None:
@@ -223,7 +237,7 @@ def _attempts(path: Path) -> list[Path]:
     return sorted(numbered, key=lambda p: int(p.name))
 
 
-def _move_attempt(path: Path) -> Path:
+def _move_attempt(path: Path, checkpoints: str) -> Path:
     """Move everything but checkpoints into attempts/<n>. config.toml goes last, so a kill in between loses nothing."""
     earlier = _attempts(path)
     if earlier and not (earlier[-1] / "config.toml").exists():
@@ -234,7 +248,7 @@ def _move_attempt(path: Path) -> Path:
         return earlier[-1]  # it fell after the move, before the new record
     target.mkdir(parents=True, exist_ok=True)
     for file in sorted(path.iterdir(), key=lambda p: p.name == "config.toml"):
-        if file.name not in (ATTEMPTS, CHECKPOINTS, LOCK):
+        if file.name not in (ATTEMPTS, checkpoints, LOCK):
             file.rename(target / file.name)
     return target
 

@@ -1,0 +1,197 @@
+"""A run that stops and goes on is the run that did not stop, bit for bit."""
+
+import copy
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.tensor import DTensor
+
+import train
+from config.errors import ConfigError
+from config.schema import Checkpoint, Config
+from config.world import mesh_degrees
+from data.build import build_data
+from parallelisms.mesh import Mesh
+from parallelisms.names import named_parameters
+from tests import ranks
+from trainer.checkpoint import Checkpointer, complete_steps, step_to_continue
+from trainer.loss_watch import LossWatch
+from trainer.schedule import set_learning_rate
+
+STEPS = 8
+
+
+def configuration(**changes) -> Config:
+    """Accumulation, prefetch, AdamW; a vocabulary that two ranks cannot share evenly."""
+    config = Config()
+    values = {
+        "model__n_layers": 2, "model__dim": 32, "model__hidden_dim": 64, "model__vocab_size": 515,
+        "data__tokenizer": "bpe", "data__tokenizer_vocab_size": 512, "data__prefetch_steps": 2,
+        "training__seq_len": 32, "training__local_batch_size": 2, "training__global_batch_size": 8,
+        "training__mixed_precision_param": "float32", "training__steps": STEPS, "lr_scheduler__warmup_steps": 3,
+        "checkpoint__enable": True, "checkpoint__interval": 4,
+    }  # fmt: skip
+    for key, value in {**values, **changes}.items():
+        section, name = key.split("__")
+        setattr(getattr(config, section), name, value)
+    return config
+
+
+DDP = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 1}
+MOE = {
+    "model__name": "moe",
+    "model__flavor": "debug_moe",
+    "moe__balance": "bias_sign",
+    "model__n_layers": 2,
+    "model__vocab_size": 515,
+}
+MESHES = {"one process": (1, {}), "ddp": (2, DDP), "fsdp": (2, {}), "fsdp, experts": (2, MOE)}
+
+
+def digests(tensors) -> dict[str, str]:
+    """Name -> hash of the whole tensor's bytes; a collective for sharded tensors."""
+    whole = {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().contiguous() for n, t in tensors.items()}
+    return {n: hashlib.sha256(t.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest() for n, t in whole.items()}
+
+
+def run(config: Config, folder: Path, until: int) -> dict:
+    """Train from where ``folder`` stands to step ``until``; what a user could tell two runs apart by."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    mesh = Mesh(rank=rank, **mesh_degrees(config, size))
+    if dist.is_initialized():
+        mesh.connect("cpu")
+    pipeline = build_data(config, dp_rank=mesh.dp_rank, dp_degree=mesh.dp_degree)
+    model = train.build_model(config, mesh, torch.device("cpu"))
+    watch = LossWatch(mesh.sum_over_data, skip=False)
+    step_once = train.build_step(config, model, mesh, torch.device("cpu"), watch.accept)
+    checkpointer = Checkpointer(
+        folder,
+        config.checkpoint,
+        model=model,
+        optimizer=step_once.optimizer,
+        parts={"data": pipeline.train, "watch": watch},
+        steps=config.training.steps,
+    )
+    done = checkpointer.restore()
+    losses, saved = [], {}
+    for step in range(done + 1, until + 1):
+        batch = pipeline.train.next_step()
+        rate = set_learning_rate(step_once.optimizer, step - 1, config.optimizer.lr, config.lr_scheduler, STEPS)
+        step_once(batch)
+        losses.append((step, watch.latest()[0], rate, step_once.optimizer.param_groups[0]["lr"], batch.sample_ids))
+        if checkpointer.due(step):
+            checkpointer.save(step)
+            saved[step] = digests(dict(named_parameters(model)))
+    checkpointer.wait()
+    pipeline.close()
+    states = {
+        f"{name}.{key}": value
+        for name, parameter in named_parameters(model)
+        for key, value in step_once.optimizer.state[parameter].items()
+    }
+    return {
+        "from": done,
+        "losses": losses,
+        "weights": digests(dict(named_parameters(model))),
+        "states": digests(states),
+        "saved": saved,
+        "skipped": watch.skipped_steps,
+    }
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_continued_run_is_bit_identical(mesh, mode, tmp_path):
+    size, changes = MESHES[mesh]
+    config = configuration(**changes, checkpoint__async_mode=mode)
+    straight = ranks.run(size, run, config, tmp_path / "straight", STEPS)
+    first = ranks.run(size, run, config, tmp_path / "parts", 4)
+    second = ranks.run(size, run, config, tmp_path / "parts", STEPS)
+    for whole, before, after in zip(straight, first, second, strict=True):
+        assert after["from"] == 4
+        assert before["losses"] + after["losses"] == whole["losses"]
+        assert after["weights"] == whole["weights"] and after["states"] == whole["states"]
+        assert after["weights"] != before["weights"]
+    assert complete_steps(tmp_path / "parts") == [4, 8]
+
+
+def test_a_run_continues_on_another_mesh(tmp_path):
+    config = configuration()
+    ranks.run(2, run, config, tmp_path, 4)
+    alone = ranks.run(1, run, copy.deepcopy(config), tmp_path, STEPS)[0]
+    straight = ranks.run(1, run, config, tmp_path / "straight", STEPS)[0]
+    assert alone["from"] == 4
+    for (_, loss, *_), (_, expected, *_) in zip(alone["losses"], straight["losses"][4:], strict=True):
+        assert loss == pytest.approx(expected, abs=1e-5)
+
+
+def _loaded(config: Config, folder: Path, step: int) -> dict[str, str]:
+    config.checkpoint.load_step = step
+    return run(config, folder, step)["weights"]
+
+
+def test_a_background_save_holds_the_weights_of_its_step(tmp_path):
+    """Training goes on while it is written (torch #144657: tensors on the CPU are not copied for us)."""
+    config = configuration(checkpoint__async_mode="async", checkpoint__interval=2)
+    saved = ranks.run(1, run, config, tmp_path, STEPS)[0]["saved"]
+    assert len(set(map(str, saved.values()))) == len(saved) == 4
+    for step, weights in saved.items():
+        assert ranks.run(1, _loaded, copy.deepcopy(config), tmp_path, step)[0] == weights
+
+
+def test_names_are_the_models_own(tmp_path):
+    config = configuration(
+        activation_checkpoint__mode="full", compile__enable=True, compile__backend="eager", training__steps=1
+    )
+    ranks.run(1, run, config, tmp_path, 1)
+    names = set(FileSystemReader(tmp_path / "step-1").read_metadata().state_dict_metadata)
+    assert "model.layers.0.attention.wq.weight" in names
+    assert any(name.startswith("optimizer.state.layers.1.feed_forward.w2.weight.exp_avg") for name in names)
+    assert not [name for name in names if "_orig_mod" in name or "_checkpoint_wrapped" in name or "module." in name]
+
+
+def test_an_incomplete_checkpoint_is_passed_over(tmp_path):
+    config = configuration(checkpoint__interval=2)
+    ranks.run(1, run, config, tmp_path, 4)
+    (tmp_path / "step-4").rename(tmp_path / "step-6.part")  # a kill before the rename
+    (tmp_path / "step-7").mkdir()  # and one in the middle of a deletion
+    assert complete_steps(tmp_path) == [2]
+    assert ranks.run(1, run, config, tmp_path, 3)[0]["from"] == 2
+
+
+def test_the_latest_k_are_kept(tmp_path):
+    config = configuration(checkpoint__interval=1, checkpoint__keep_latest_k=2)
+    ranks.run(1, run, config, tmp_path, 5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-4", "step-5"]
+
+
+def test_weights_alone_start_a_new_run(tmp_path):
+    ranks.run(1, run, configuration(), tmp_path / "old", 4)
+    config = configuration(checkpoint__initial_load_path=str(tmp_path / "old" / "step-4"))
+    result = ranks.run(1, run, config, tmp_path / "new", 1)[0]
+    fresh = ranks.run(1, run, configuration(), tmp_path / "fresh", 1)[0]
+    assert result["from"] == 0 and [row[0] for row in result["losses"]] == [1]
+    assert result["losses"][0][1] < fresh["losses"][0][1] - 0.02  # it has learned already
+
+
+def test_a_step_that_is_not_there_is_named(tmp_path):
+    (tmp_path / "step-5").mkdir()
+    (tmp_path / "step-5" / ".metadata").touch()
+    section = Checkpoint(enable=True)
+    assert step_to_continue(tmp_path, section) == 5
+    assert step_to_continue(None, section) == 0
+    section.load_step = 4
+    with pytest.raises(ConfigError, match="checkpoint.load_step = 4: .* holds steps 5"):
+        step_to_continue(tmp_path, section)
+    with pytest.raises(ConfigError, match="checkpoint.initial_load_path = .*: no complete checkpoint"):
+        step_to_continue(None, Checkpoint(enable=True, initial_load_path=str(tmp_path)))
+
+
+def test_data_of_another_seed_is_refused(tmp_path):
+    ranks.run(1, run, configuration(), tmp_path, 4)
+    with pytest.raises(RuntimeError, match="trained on other data: debug.data_seed was 0, is 1"):
+        ranks.run(1, run, configuration(debug__data_seed=1), tmp_path, STEPS)

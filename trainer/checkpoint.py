@@ -1,0 +1,212 @@
+"""Checkpoints with torch.distributed.checkpoint: everything a run needs to go on as if it had not stopped.
+
+    <run_dir>/checkpoint/step-<n>/       complete: appears by a rename, after every rank's files are on the disk
+    <run_dir>/checkpoint/step-<n>.part/  being written, or left by a kill; never read, replaced by the next save of the
+    step
+
+Saved are the weights and buffers (a MoE layer's balancing state among them), the optimizer's states, and the small
+``parts`` that the trainer names: where the data stand, steps skipped, torch's generator. The learning rate is a
+    function of
+the step and needs no saving. Names are those of the model's author, so a checkpoint can be loaded under another mesh.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import re
+import shutil
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from config.errors import ConfigError
+from config.keys import shown
+from config.schema import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameter name, so that groups may change
+
+
+class Part(Protocol):
+    """Something small with a state that pickles."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class RandomState:
+    """torch's CPU generator. No layer draws from it; whoever adds one that does finds it restored."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"torch": torch.get_rng_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch.set_rng_state(state["torch"])
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """Steps of the complete checkpoints in ``folder``, ascending."""
+    if not folder.is_dir():
+        return []
+    found = (re.fullmatch(r"step-(\d+)", path.name) for path in folder.iterdir() if (path / ".metadata").is_file())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def step_to_continue(folder: Path | None, section: Checkpoint) -> int:
+    """The step a run continues from, 0 if from the beginning. Reads names only.
+
+    Args:
+        folder: of its checkpoints; None for a run that is new.
+
+    Raises:
+        ConfigError: checkpoint.load_step is not there, or checkpoint.initial_load_path is no checkpoint.
+    """
+    steps = complete_steps(folder) if folder else []
+    if section.load_step > 0 and section.load_step not in steps:
+        there = f"{folder} holds steps {', '.join(map(str, steps))}" if steps else "there is no complete checkpoint yet"
+        raise ConfigError(f"checkpoint.load_step = {section.load_step}: {there}. Set it to one of them, or to -1.")
+    initial = section.initial_load_path
+    if initial and not (Path(initial) / ".metadata").is_file():
+        raise ConfigError(
+            f"checkpoint.initial_load_path = {shown(initial)}: no complete checkpoint. Give a step-<n> folder of a run."
+        )
+    if section.load_step >= 0:
+        return section.load_step
+    return steps[-1] if steps else 0
+
+
+class Checkpointer:
+    """Saves and restores one run. Every rank makes one and calls the same methods at the same steps.
+
+    Args:
+        folder: of the checkpoints.
+        parts: name -> small state, the same on every rank.
+        steps: the run's last step, which is always saved.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        section: Checkpoint,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        parts: dict[str, Part],
+        steps: int,
+    ):
+        self._folder, self._section, self._steps = folder, section, steps
+        self._model, self._optimizer = model, optimizer
+        self._parts = {"random": RandomState(), **parts}
+        self._writing: tuple[int, Future[Any]] | None = None
+        # A group of its own: collectives of a background save must not meet those of training.
+        background = section.async_mode == "async" and dist.is_initialized()
+        self._group = dist.new_group(backend="gloo") if background else None
+
+    def restore(self) -> int:
+        """Load what ``step_to_continue`` names, say so, and return its step."""
+        step = step_to_continue(self._folder, self._section)
+        if step:
+            state = self._state()
+            dcp.load(state, checkpoint_id=self._path(step), no_dist=not dist.is_initialized())
+            set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"], options=_OPTIONS)
+            set_model_state_dict(self._model, state["model"])
+            for name, part in self._parts.items():
+                part.load_state_dict(pickle.loads(state["parts"][name]))
+            logger.info("Continuing after step %d, from %s", step, self._path(step))
+        elif self._section.initial_load_path:
+            weights = {"model": get_model_state_dict(self._model)}
+            dcp.load(weights, checkpoint_id=self._section.initial_load_path, no_dist=not dist.is_initialized())
+            set_model_state_dict(self._model, weights["model"])
+            logger.info("Weights from %s", self._section.initial_load_path)
+        return step
+
+    def due(self, step: int) -> bool:
+        """Whether ``step``, just done, is to be saved."""
+        first = self._section.enable_first_step_checkpoint and step == 1
+        return first or step == self._steps or step % self._section.interval == 0
+
+    def save(self, step: int) -> None:
+        """Save the present state as that of ``step``, in the background with async_mode once the one before is done."""
+        self.wait()
+        part = self._path(step).with_suffix(".part")
+        if _is_first_rank():
+            shutil.rmtree(part, ignore_errors=True)
+        if dist.is_initialized():
+            dist.barrier()
+        begun = time.perf_counter()
+        state = self._state()
+        if self._section.async_mode == "async":
+            future = dcp.async_save(_copy(state), checkpoint_id=part, process_group=self._group)
+            self._writing = (step, future)
+            future.add_done_callback(lambda done: self._publish(step, begun) if done.exception() is None else None)
+        else:
+            dcp.save(state, checkpoint_id=part, no_dist=not dist.is_initialized())
+            self._publish(step, begun)
+            if dist.is_initialized():
+                dist.barrier()  # no rank goes on before the checkpoint can be found
+
+    def wait(self) -> None:
+        """Until a background save is complete. Raises what it raised."""
+        if self._writing is not None:
+            _, future = self._writing
+            self._writing = None
+            future.result()
+
+    def _state(self) -> dict[str, Any]:
+        """Model, optimizer and parts. Tensors are the live ones."""
+        return {
+            "model": get_model_state_dict(self._model),
+            "optimizer": get_optimizer_state_dict(self._model, self._optimizer, options=_OPTIONS),
+            "parts": {name: pickle.dumps(part.state_dict()) for name, part in self._parts.items()},
+        }
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"step-{step}"
+
+    def _publish(self, step: int, begun: float) -> None:
+        """Give a complete checkpoint its name and delete those beyond keep_latest_k. The coordinating rank does it."""
+        if not _is_first_rank():
+            return
+        path = self._path(step)
+        if path.exists():  # of an earlier attempt that was continued from before this step
+            path.rename(path.with_suffix(".old"))
+        path.with_suffix(".part").rename(path)
+        descriptor = os.open(self._folder, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+        shutil.rmtree(path.with_suffix(".old"), ignore_errors=True)
+        if keep := self._section.keep_latest_k:
+            for old in complete_steps(self._folder)[:-keep]:
+                (self._path(old) / ".metadata").unlink()  # from here on it is incomplete
+                shutil.rmtree(self._path(old), ignore_errors=True)
+        logger.info("Saved %s in %.1f s", path, time.perf_counter() - begun)
+
+
+def _is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _copy(value: Any) -> Any:
+    """A copy on the CPU that training cannot change: torch leaves tensors that are there already where they are."""
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone() if value.device.type == "cpu" else value.detach().cpu()
+    return value
