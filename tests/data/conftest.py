@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from generated import generated_texts, write_jsonl
 
 from config.schema import Config
+from tests.data.generated import generated_texts, write_jsonl
 
 
 @pytest.fixture

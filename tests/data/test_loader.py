@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from generated import generated_texts, write_jsonl
 
 from config.errors import ConfigError
 from config.schema import Config
 from data.batch import StepBatch
 from data.build import build_data
 from data.loader import TrainLoader
+from tests.data.generated import generated_texts, write_jsonl
 
 ASSETS = Path(__file__).parent / "assets"
 

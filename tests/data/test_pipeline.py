@@ -2,12 +2,12 @@ import json
 
 import pytest
 import torch
-from generated import generated_texts, write_jsonl
 
 from config.errors import ConfigError
 from data.batch import MicroBatch
 from data.build import build_data
 from data.documents import Document, is_held_out, text_hash
+from tests.data.generated import generated_texts, write_jsonl
 
 
 def rows_of(batches: list[MicroBatch]) -> list[tuple[int, list[int], list[int]]]:

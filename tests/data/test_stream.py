@@ -1,12 +1,12 @@
 from pathlib import Path
 
 import pytest
-from generated import generated_texts, write_jsonl
-from test_loader import content, loader, steps
 
 from config.errors import ConfigError
 from data.build import build_data
 from data.stream import Feed, StreamCorpus
+from tests.data.generated import generated_texts, write_jsonl
+from tests.data.test_loader import content, loader, steps
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from generated import generated_texts, write_jsonl
 
 from config.errors import ConfigError
 from data.build import build_data
@@ -12,6 +11,7 @@ from data.cache import build_once, cache_root
 from data.corpora import TextCorpus
 from data.token_store import stored
 from data.tokenizers import ByteTokenizer
+from tests.data.generated import generated_texts, write_jsonl
 
 
 def folders(cache: Path) -> list[Path]:

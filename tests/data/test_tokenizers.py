@@ -3,13 +3,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from generated import generated_texts, write_jsonl
 from tokenizers import Tokenizer, decoders, models
 
 from config.errors import ConfigError
 from data.build import bpe_sample, build_data
 from data.corpora import TextCorpus
 from data.tokenizers import ByteTokenizer, RustBackedTokenizer, check_vocabulary, load_file_tokenizer, train_bpe
+from tests.data.generated import generated_texts, write_jsonl
 
 TRICKY = ["", "plain", "naïve — 🙂\n\ttabs  and   runs", "<|endoftext|> spelled out", "\x00\x7f"]
 
