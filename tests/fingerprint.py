@@ -29,6 +29,8 @@ GOLDEN = Path(__file__).with_name("fingerprints.json")
 QUESTIONS = {  # question -> ranks -> its arms
     "data_parallel": {4: ["ddp", "zero_1", "zero_2", "zero_3", "fsdp1", "hsdp"]},
     "tensor_vs_fsdp": {2: ["fsdp", "tp"], 4: ["tp"]},
+    "fsdp_vs_tp_vs_pp": {4: ["pp"]},
+    "pipeline_schedules": {2: ["naive", "1f1b", "interleaved_1f1b", "zbv_zero_bubble"]},
 }
 KINDS = {
     "allreduce_": "all_reduce",

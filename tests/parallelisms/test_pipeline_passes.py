@@ -12,7 +12,8 @@ from config.schema import Config
 from config.world import mesh_degrees
 from data.build import build_data
 from parallelisms.mesh import Mesh
-from tests import p2p, ranks
+from tests import ranks
+from tests.fingerprint import Traffic, axes_of
 from tests.parallelisms.test_parity_data import tiny
 from tests.parallelisms.test_pipeline_parity import FULL, LAYERS, pp
 from trainer.loss_watch import LossWatch, NonFiniteLoss
@@ -42,7 +43,7 @@ def observe(config: Config, poison: bool = False) -> dict:
     if poison and mesh.pp_rank == 0:
         with torch.no_grad():
             next(p for p in model.parameters() if p.ndim == 1)[0] = math.nan
-    with p2p.recorded(rank) as sends:
+    with Traffic(axes_of(mesh) if world > 1 else {}) as traffic:
         result = step(pipeline.train.next_step())
     try:
         loss, error = watch.latest()[0], ""
@@ -50,18 +51,18 @@ def observe(config: Config, poison: bool = False) -> dict:
         loss, error = math.nan, str(caught)
     found = {
         "forwards": {name: n - first[name] for name, n in forwards.items()},
-        "sends": list(sends),
+        "traffic": traffic.summary(),
         "loss": loss,
         "error": error,
         "norm": float(result.grad_norm),
         "report": step.passes.report(),
     }
     if config.validation.enable:
-        with p2p.recorded(rank) as sends:
+        with Traffic(axes_of(mesh) if world > 1 else {}) as traffic:
             found["validation"] = validate(
                 model, pipeline.validation(), forward=step.forward, sum_over_ranks=mesh.sum_over_data
             )
-        found["validation sends"] = list(sends)
+        found["validation traffic"] = traffic.summary()
         step(pipeline.train.next_step())  # training goes on after it
     pipeline.close()
     return found
@@ -106,11 +107,13 @@ MESSAGES = {"naive": (4, 2), "GPipe": (8, 1), "1F1B": (8, 1), "Interleaved1F1B":
 @pytest.mark.parametrize("schedule", MESSAGES)
 def test_messages_and_bytes_of_a_step(schedule):
     count, rows = MESSAGES[schedule]
-    results = seen(2, tiny(**LAYERS | VALIDATED | pp(schedule)))
-    for rank, result in enumerate(results):
-        assert result["sends"] == [(rank, 1 - rank, rows * 32 * 32 * 4)] * count
-    batches = len(results[0]["validation sends"]) // (2 if schedule == "Interleaved1F1B" else 1)
-    assert batches > 0 and {size % (32 * 32 * 4) for _, _, size in results[0]["validation sends"]} == {0}
+    first, last = seen(2, tiny(**LAYERS | VALIDATED | pp(schedule)))
+    expected = {"calls": count, "bytes": count * rows * 32 * 32 * 4}
+    for rank in (first, last):
+        assert rank["traffic"]["pp"]["send"] == rank["traffic"]["pp"]["receive"] == expected
+    # Four batches of three sequences go forward alone: a message a boundary.
+    sent = [rank["validation traffic"]["pp"].get("send", {"calls": 0})["calls"] for rank in (first, last)]
+    assert sent == {"Interleaved1F1B": [8, 4], "ZBVZeroBubble": [4, 4]}.get(schedule, [4, 0])
 
 
 def test_what_waits_is_measured():
