@@ -84,6 +84,10 @@ def test_explicit_stages_are_taken_as_they_are():
             'activation_checkpoint.mode = "full" (command line): gradients of inputs and of weights are computed in two'
             " passes",
         ),
+        (
+            {"schedule": "ZBVZeroBubble", "parallelism.fsdp_reshard_after_forward": "always"},
+            'fsdp_reshard_after_forward = "always" (command line)',
+        ),
         ({"schedule": "DualPipeV", "compile.enable": "true"}, "a compiled block is one node of it (torchtitan #3584)"),
         ({"model.name": "moe", "model.flavor": "debug_moe"}, "of which each would hold other layers"),
         ({"parallelism.fsdp_version": 1}, "legacy arm for data parallelism alone"),
