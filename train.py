@@ -41,13 +41,13 @@ from parallelisms import process_group
 from parallelisms.data_parallel import set_gradient_sync
 from parallelisms.gradient_norm import clip_grad_norm
 from parallelisms.mesh import Mesh
-from parallelisms.names import named_parameters
+from parallelisms.names import named_parameters, plain_name
 from parallelisms.parallelize import compute_precision, hidden_states, parallelize
 from parallelisms.pipeline import Pipeline
 from parallelisms.pipeline_split import Stages
-from trainer.checkpoint import Checkpointer, step_to_continue
 from parallelisms.vocabulary_loss import vocabulary_parallel_cross_entropy_sum
 from parallelisms.zero import shard_states
+from trainer.checkpoint import Checkpointer, step_to_continue
 from trainer.determinism import set_determinism
 from trainer.load_map import LoadMap
 from trainer.loss_watch import LossWatch, NonFiniteLoss
@@ -216,6 +216,7 @@ def train(
             config.checkpoint,
             model=model,
             optimizer=step_once.optimizer,
+            plain_name=plain_name,
             parts={"data": pipeline.train, "watch": watch},
             steps=steps,
         )

@@ -90,6 +90,16 @@ def _zero_bubble(config: Config) -> bool:
 
 
 REFUSED: tuple[Refusal, ...] = (
+    Refusal(
+        "ZeRO-1 with checkpoints",
+        "its states live in torch's ZeroRedundancyOptimizer, which torch.distributed.checkpoint cannot read. Use"
+        " zero_stage = 3, or no checkpoints.",
+        _together(
+            lambda config, shape: config.parallelism.zero_stage == 1 and config.checkpoint.enable,
+            "zero_stage",
+            "checkpoint.enable",
+        ),
+    ),
     # Tensor parallelism
     Refusal(
         "TP, n_heads not divisible",
@@ -121,16 +131,6 @@ REFUSED: tuple[Refusal, ...] = (
         "TP, sequence not divisible",
         "between matrices each rank holds an equal share of the sequence. Choose a multiple.",
         _does_not_divide("training.seq_len", lambda config, shape: config.training.seq_len),
-    ),
-    Refusal(
-        "TP, query norm over all heads",
-        "that norm needs the mean over heads of other ranks (flavors whose qk_norm_scope is projection). Use tensor"
-        " degree 1, or set model.qk_norm = false.",
-        _together(
-            lambda config, shape: _tp(config) and shape.qk_norm and shape.qk_norm_scope == "projection",
-            "tensor_parallel_degree",
-            "model.qk_norm",
-        ),
     ),
     Refusal(
         "asynchronous TP without torch.compile (inductor)",

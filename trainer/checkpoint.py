@@ -18,6 +18,7 @@ import pickle
 import re
 import shutil
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
@@ -97,6 +98,7 @@ class Checkpointer:
 
     Args:
         folder: of the checkpoints.
+        plain_name: a parameter's name without what wrappers and pipeline stages put in.
         parts: name -> small state, the same on every rank.
         steps: the run's last step, which is always saved.
     """
@@ -108,11 +110,12 @@ class Checkpointer:
         *,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
+        plain_name: Callable[[str], str],
         parts: dict[str, Part],
         steps: int,
     ):
         self._folder, self._section, self._steps = folder, section, steps
-        self._model, self._optimizer = model, optimizer
+        self._model, self._optimizer, self._plain = model, optimizer, plain_name
         self._parts = {"random": RandomState(), **parts}
         self._writing: tuple[int, Future[Any]] | None = None
         # A group of its own: collectives of a background save must not meet those of training.
@@ -125,15 +128,16 @@ class Checkpointer:
         if step:
             state = self._state()
             dcp.load(state, checkpoint_id=self._path(step), no_dist=not dist.is_initialized())
-            set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"], options=_OPTIONS)
-            set_model_state_dict(self._model, state["model"])
+            loaded = {name: state["optimizer"][self._plain_state(name)] for name in self._states()}
+            set_optimizer_state_dict(self._model, self._optimizer, loaded, options=_OPTIONS)
+            self._set_weights(state["model"])
             for name, part in self._parts.items():
                 part.load_state_dict(pickle.loads(state["parts"][name]))
             logger.info("Continuing after step %d, from %s", step, self._path(step))
         elif self._section.initial_load_path:
-            weights = {"model": get_model_state_dict(self._model)}
+            weights = {"model": self._plain_weights()}
             dcp.load(weights, checkpoint_id=self._section.initial_load_path, no_dist=not dist.is_initialized())
-            set_model_state_dict(self._model, weights["model"])
+            self._set_weights(weights["model"])
             logger.info("Weights from %s", self._section.initial_load_path)
         return step
 
@@ -170,12 +174,27 @@ class Checkpointer:
             future.result()
 
     def _state(self) -> dict[str, Any]:
-        """Model, optimizer and parts. Tensors are the live ones."""
+        """Model, optimizer and parts, under plain names. Tensors are the live ones."""
         return {
-            "model": get_model_state_dict(self._model),
-            "optimizer": get_optimizer_state_dict(self._model, self._optimizer, options=_OPTIONS),
+            "model": self._plain_weights(),
+            "optimizer": {self._plain_state(name): value for name, value in self._states().items()},
             "parts": {name: pickle.dumps(part.state_dict()) for name, part in self._parts.items()},
         }
+
+    def _plain_weights(self) -> dict[str, Any]:
+        return {self._plain(name): value for name, value in get_model_state_dict(self._model).items()}
+
+    def _set_weights(self, loaded: dict[str, Any]) -> None:
+        names = get_model_state_dict(self._model)
+        set_model_state_dict(self._model, {name: loaded[self._plain(name)] for name in names})
+
+    def _states(self) -> dict[str, Any]:
+        """ "state.<parameter>.<key>" and "param_groups.<parameter>.<key>"."""
+        return get_optimizer_state_dict(self._model, self._optimizer, options=_OPTIONS)
+
+    def _plain_state(self, name: str) -> str:
+        kind, _, parameter = name.partition(".")
+        return f"{kind}.{self._plain(parameter)}"
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step}"

@@ -16,7 +16,7 @@ from config.schema import Checkpoint, Config
 from config.world import mesh_degrees
 from data.build import build_data
 from parallelisms.mesh import Mesh
-from parallelisms.names import named_parameters
+from parallelisms.names import named_parameters, plain_name
 from tests import ranks
 from trainer.checkpoint import Checkpointer, complete_steps, step_to_continue
 from trainer.loss_watch import LossWatch
@@ -50,6 +50,8 @@ MOE = {
     "model__vocab_size": 515,
 }
 MESHES = {"one process": (1, {}), "ddp": (2, DDP), "fsdp": (2, {}), "fsdp, experts": (2, MOE)}
+PP = {"parallelism__pipeline_parallel_degree": 2, "training__local_batch_size": 4}
+TP = {"parallelism__tensor_parallel_degree": 2, "model__vocab_size": 516}
 
 
 def digests(tensors) -> dict[str, str]:
@@ -73,6 +75,7 @@ def run(config: Config, folder: Path, until: int) -> dict:
         config.checkpoint,
         model=model,
         optimizer=step_once.optimizer,
+        plain_name=plain_name,
         parts={"data": pipeline.train, "watch": watch},
         steps=config.training.steps,
     )
@@ -119,11 +122,15 @@ def test_a_continued_run_is_bit_identical(mesh, mode, tmp_path):
     assert complete_steps(tmp_path / "parts") == [4, 8]
 
 
-def test_a_run_continues_on_another_mesh(tmp_path):
-    config = configuration()
+@pytest.mark.parametrize("mesh", [{}, PP, TP], ids=["fsdp", "pipeline", "tensor"])
+def test_a_run_continues_on_another_mesh(mesh, tmp_path):
+    """Names and shapes in a checkpoint are those of the whole model."""
+    config = configuration(**mesh)
     ranks.run(2, run, config, tmp_path, 4)
-    alone = ranks.run(1, run, copy.deepcopy(config), tmp_path, STEPS)[0]
-    straight = ranks.run(1, run, config, tmp_path / "straight", STEPS)[0]
+    plain = copy.deepcopy(config)
+    plain.parallelism.pipeline_parallel_degree = plain.parallelism.tensor_parallel_degree = 1
+    alone = ranks.run(1, run, copy.deepcopy(plain), tmp_path, STEPS)[0]
+    straight = ranks.run(1, run, plain, tmp_path / "straight", STEPS)[0]
     assert alone["from"] == 4
     for (_, loss, *_), (_, expected, *_) in zip(alone["losses"], straight["losses"][4:], strict=True):
         assert loss == pytest.approx(expected, abs=1e-5)
