@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from math import prod
 
 from config.arithmetic import tensors
@@ -28,16 +29,22 @@ class Memory:
 
 
 def memory(
-    shape: ModelShape, optimizer: str, shard_degree: int = 1, *, tensor_degree: int = 1, state_degree: int = 1
+    shape: ModelShape,
+    optimizer: str,
+    shard_degree: int = 1,
+    *,
+    tensor_degree: int = 1,
+    state_degree: int = 1,
+    modules: Collection[str] | None = None,
 ) -> Memory:
     """Float32 weights, gradients and states of a rank.
 
     Tensor parallelism cuts matrices in ``tensor_degree`` parts; FSDP cuts what is left of each parameter along its
     first dimension into ``shard_degree`` parts, the first of them the largest. DDP (``shard_degree`` 1) holds whole
     copies; HSDP is FSDP over its shard degree. ZeRO stage 1 hands the states of whole parameters to ``state_degree``
-    ranks.
+    ranks. Of a pipeline a rank holds the ``modules`` of its stages (config/pipeline.py).
     """
-    shapes = _local_shapes(shape, tensor_degree)
+    shapes = _local_shapes(shape, tensor_degree, modules)
     size = FLOAT32_BYTES * sum(-(-s[0] // shard_degree) * prod(s[1:]) for s in shapes)
     states = size if state_degree == 1 else FLOAT32_BYTES * _fullest([prod(s) for s in shapes], state_degree)
     return Memory(parameters=size, gradients=size, optimizer_states=states * STATES_OF[optimizer])
@@ -66,12 +73,20 @@ def zero_table(
     return found
 
 
-def _local_shapes(shape: ModelShape, tensor_degree: int) -> list[tuple[int, ...]]:
-    """Every parameter as one rank of a tensor-parallel group holds it."""
+def _local_shapes(
+    shape: ModelShape, tensor_degree: int, modules: Collection[str] | None = None
+) -> list[tuple[int, ...]]:
+    """Every parameter as one rank of a tensor-parallel group holds it; of a dense model's ``modules``, if given."""
+    ends = {"embedding": 1, "final norm": 1, "head": 1}
+    if modules is not None:
+        shape = replace(shape, n_layers=sum(name.startswith("layers.") for name in modules))
+        ends = {"embedding": "tok_embeddings" in modules, "final norm": "norm" in modules, "head": "output" in modules}
+        if shape.enable_weight_tying:  # the stage of the head holds the matrix as well
+            ends["embedding"] += ends["head"]
     found = []
     for tensor in tensors(shape):
         local = tuple(n // tensor_degree if i == tensor.cut else n for i, n in enumerate(tensor.shape))
-        found += [local] * tensor.count
+        found += [local] * (tensor.count * ends.get(tensor.role, 1))
     return found
 
 

@@ -104,6 +104,15 @@ def stage_ranks(section: Parallelism, stages: int) -> list[int]:
     return [i % ranks for i in range(stages)]
 
 
+def rank_modules(section: Parallelism, n_layers: int) -> list[list[str]]:
+    """The modules on each rank along ``pp``."""
+    stages = stage_modules(section, n_layers)
+    held: list[list[str]] = [[] for _ in range(section.pipeline_parallel_degree)]
+    for modules, rank in zip(stages, stage_ranks(section, len(stages)), strict=True):
+        held[rank] += modules
+    return held
+
+
 def micro_batches(config: Config, accumulation: int) -> int:
     """Micro-batches that a pipeline runs in an optimizer step, of ``accumulation`` local batches a rank.
 

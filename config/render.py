@@ -8,7 +8,7 @@ from config.keys import shown
 from config.load import Resolved, flatten
 from config.memory import memory
 from config.paths import missing_files
-from config.pipeline import bubble, stage_modules, stage_ranks
+from config.pipeline import bubble, rank_modules, stage_modules, stage_ranks
 from config.rules import effective, tokenizer_kind
 from config.schema import Config
 from config.world import DATA_AXES, DEGREES, derived, mesh_degrees
@@ -90,12 +90,20 @@ def render_dry_run(resolved: Resolved, world_size: int) -> str:
     shape, training = resolve_shape(config.model, config.moe), config.training
     degrees, numbers = mesh_degrees(config, world_size), derived(config, world_size)
     counts, flops = parameter_counts(shape), flops_per_token(shape, training.seq_len)
-    held = memory(
-        shape,
-        config.optimizer.name,
-        degrees["dp_shard"],
-        tensor_degree=degrees["tp"],
-        state_degree=degrees["dp_replicate"] if config.parallelism.zero_stage == 1 else 1,
+    on_ranks = rank_modules(config.parallelism, shape.n_layers) if degrees["pp"] > 1 else [None]
+    held = max(
+        (
+            memory(
+                shape,
+                config.optimizer.name,
+                degrees["dp_shard"],
+                tensor_degree=degrees["tp"],
+                state_degree=degrees["dp_replicate"] if config.parallelism.zero_stage == 1 else 1,
+                modules=modules,
+            )
+            for modules in on_ranks
+        ),
+        key=lambda each: each.total,
     )
     parts = {"embedding": counts.embedding, "blocks": counts.layers, "head": counts.head, "norm": shape.dim}
     in_parts = " + ".join(f"{name} {n:,}" for name, n in parts.items() if n) + ("" if counts.head else ", head tied")

@@ -176,7 +176,7 @@ class Parallelism:
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = key(
         "default", parent="parallelism.zero_stage", parent_values=(None,)
     )
-    """Free unsharded parameters after forward. default: always, except under zero_stage = 2."""
+    """Free unsharded parameters after forward. default: always; never under zero_stage = 2 and in a pipeline."""
     fsdp_prefetch_blocks: int | None = key(None, minimum=1)
     """Blocks whose parameters FSDP2 gathers ahead, forward and backward. Unset: its own order, one block ahead."""
     fsdp_version: Literal[2, 1] = key(2, parent="parallelism.zero_stage", parent_values=(None, 3))

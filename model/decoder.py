@@ -151,7 +151,7 @@ class Decoder(nn.Module):
         """
         rope = self.rope[: tokens.shape[1]] if positions is None else self.rope[positions]
         mask = self.backend.prepare(document_ids)
-        x = self.tok_embeddings(tokens) if hidden is None else hidden
+        x = self.tok_embeddings(tokens) if hidden is None else hidden  # type: ignore[misc]  # the first part has it
         for name, block in self.layers.items():
             if self.shape.moe is None or not self.shape.moe.has_experts(int(name)):
                 x = block(x, rope, mask)

@@ -2,8 +2,11 @@
 
 import pytest
 
+from config.flavors import resolve_shape
 from config.load import load
-from config.pipeline import bubble, layers_by_stage, stage_count, stage_modules, stage_ranks
+from config.memory import memory
+from config.moe_schema import Moe
+from config.pipeline import bubble, layers_by_stage, rank_modules, stage_count, stage_modules, stage_ranks
 from config.render import render_dry_run
 from config.schema import Parallelism
 from config.world import check_world, derived, mesh_degrees
@@ -142,3 +145,15 @@ def test_the_dry_run_says_where_layers_are_and_how_long_ranks_wait():
     text = render_dry_run(load(words(schedule="ZBVZeroBubble")), 2)
     assert "layers 1 2 1 0, on ranks 0 1 1 0" in text
     assert "waiting, predicted" in text and "1.0 %" in text
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_the_memory_of_ranks_adds_up_to_the_models(schedule, tied):
+    """But for the matrix of a tied head, which the last stage holds as the first does."""
+    shape = resolve_shape(load(["--model.enable_weight_tying", str(tied).lower()]).config.model, Moe())
+    whole = memory(shape, "AdamW").parameters
+    parts = [memory(shape, "AdamW", modules=m).parameters for m in rank_modules(section(2, schedule), shape.n_layers)]
+    twice = 4 * shape.vocab_size * shape.dim * tied
+    assert sum(parts) == whole + twice
+    assert max(parts) < whole

@@ -14,6 +14,7 @@ FULL = {"activation_checkpoint__mode": "full"}
 BY_OPERATOR = {"activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "op"}
 EVERY_2ND = {"activation_checkpoint__mode": "selective"}
 ONE_LAYER = {"parallelism__pipeline_parallel_layers_per_stage": 1}
+COMPILED = {"compile__enable": True, "compile__backend": "aot_eager"}
 TP2 = {"parallelism__tensor_parallel_degree": 2}
 UNEVEN = [["tok_embeddings", "layers.0", "layers.1", "layers.2"], ["layers.3", "norm", "output"]]
 HEAD_ALONE = [["tok_embeddings"], ["layers.0", "layers.1"], ["layers.2", "layers.3", "norm"], ["output"]]
@@ -63,6 +64,9 @@ SLOW = {
         for name, degrees, extra in (("fsdp2", {}, TIED), ("ddp2", DDP2, TIED), ("tp2", TP2, {}))
         for schedule in SCHEDULES
     },
+    "pp2 1F1B, compiled": (2, {}, pp("1F1B") | COMPILED),
+    "pp2 x fsdp2 Interleaved1F1B, compiled, full checkpointing": (4, {}, pp("Interleaved1F1B") | COMPILED | FULL),
+    "pp2 ZBVZeroBubble, compiled loss": (2, {}, pp("ZBVZeroBubble") | COMPILED | {"compile__components": ["loss"]}),
     "pp2 x fsdp2 1F1B, full checkpointing": (4, {}, pp("1F1B") | FULL),
     "pp2 x fsdp2 1F1B, checkpointing by operator": (4, {}, pp("1F1B") | BY_OPERATOR),
     "pp2 x fsdp2 1F1B, resharding": (4, {}, pp("1F1B", parallelism__fsdp_reshard_after_forward="always")),
