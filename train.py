@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when torch first allocates on a GPU
 
@@ -210,7 +210,7 @@ def train(
 
     checkpointer = None
     if config.checkpoint.enable:
-        run_dir = process_group.from_first_rank(None if run is None else run.path)
+        run_dir = Path(process_group.from_first_rank("" if run is None else str(run.path)))
         checkpointer = Checkpointer(
             run_dir / config.checkpoint.folder,
             config.checkpoint,
@@ -225,7 +225,7 @@ def train(
         metrics.carry_over(done)
 
     def evaluate() -> dict[str, float]:
-        return validate(model, held_out, forward=step_once.forward, sum_over_ranks=mesh.sum_over_data)
+        return validate(model, held_out or (), forward=step_once.forward, sum_over_ranks=mesh.sum_over_data)
 
     if held_out is not None and not done:
         metrics.log_validation(0, evaluate())
@@ -320,7 +320,8 @@ def main(argv: list[str] | None = None) -> int:
 
     skip = config.training.nonfinite_loss == "skip"
     watch = LossWatch(mesh.sum_over_data, skip=skip, gather=process_group.gather)
-    status, reason = "failed", ""
+    status: Literal["done", "failed"] = "failed"
+    reason = ""
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)

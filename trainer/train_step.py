@@ -27,8 +27,10 @@ class StepBatch(Protocol):
     """What a step reads of data.batch.StepBatch."""
 
     step: int
-    micro_batches: Sequence[MicroBatch]
     global_valid_tokens: int
+
+    @property
+    def micro_batches(self) -> Sequence[MicroBatch]: ...
 
 
 @dataclass
