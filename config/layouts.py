@@ -145,6 +145,23 @@ REFUSED: tuple[Refusal, ...] = (
             "compile.backend",
         ),
     ),
+    Refusal(
+        "TP with compiled blocks and checkpointing by operator",
+        "torch 2.13 hands the backward pass of such a block a DeviceMesh where it expects a tensor, and stops. Set"
+        ' activation_checkpoint.mode = "full" or a number of blocks, or compile.components = ["loss"].',
+        _together(
+            lambda config, shape: (
+                _tp(config)
+                and config.compile.enable
+                and "model" in config.compile.components
+                and config.activation_checkpoint.mode == "selective"
+                and config.activation_checkpoint.selective_ac_option == "op"
+            ),
+            "tensor_parallel_degree",
+            "compile.enable",
+            "activation_checkpoint.selective_ac_option",
+        ),
+    ),
     # ZeRO stages and data-parallel degrees: two ways to say one thing
     Refusal(
         "ZeRO 0 or 1 with a shard degree",

@@ -2,8 +2,10 @@
 
 import logging
 
+import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 import titan
 
@@ -20,6 +22,11 @@ def apply_activation_checkpoint(model: nn.Module, *, mode: str, selective_ac_opt
             block, starting with the first.
     """
     if mode == "selective" and selective_ac_option == "op":
+        # FSDP2 marks a unit inside a block (a router) for the profiler, less often in recomputation (torch 2.13).
+        profiler = torch.ops.profiler
+        SAC_IGNORED_OPS.update(
+            {profiler._record_function_enter_new.default, profiler._record_function_exit._RecordFunction}
+        )
         # torchtitan's default would also force the recomputation of a router that a dense model does not have.
         titan.SelectiveAC(titan.SelectiveAC.Config(force_recompute_mm_shapes_by_fqns=[])).apply(model)
         logger.info("Applied selective activation checkpointing by operator")

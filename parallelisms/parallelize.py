@@ -55,7 +55,7 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, draw: Draw, dev
                 part, mode=checkpointing.mode, selective_ac_option=checkpointing.selective_ac_option
             )
         if config.compile.enable and "model" in config.compile.components:
-            apply_compile(part, backend=config.compile.backend)
+            apply_compile(part, backend=config.compile.backend, inside_checkpoint=mesh.tp > 1)
         if mesh.sharded and not fsdp1 and mesh.device_mesh is not None:
             apply_fsdp(
                 part,

@@ -47,8 +47,13 @@ def apply_tensor_parallel(
         "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1) if loss_parallel else Replicate()),
     }
     _parallelize(model, mesh, outer)
+    if getattr(model, "tok_embeddings", None) is not None:
+        model.tok_embeddings.register_forward_hook(lambda _, inputs, output: _Wait.apply(output))
     model.tie_weights()  # cutting embedding and head the same way, by rows of the vocabulary, made two of one parameter
     for block in model.get_submodule("layers").children():
+        # Heads are cut and their norm's weight is not: (B, S, H, D) with a norm a head, (B, S, H * D) with one for all.
+        whole = block.attention.norm_whole
+        norm = _FeaturesGathered() if whole else SequenceParallel(sequence_dim=2, use_local_output=True)
         _parallelize(
             block,
             mesh,
@@ -58,9 +63,8 @@ def apply_tensor_parallel(
                 "attention.wq": ColwiseParallel(),
                 "attention.wk": ColwiseParallel(),
                 "attention.wv": ColwiseParallel(),
-                # One norm a head: heads are cut, its weight is not.
-                "attention.q_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
-                "attention.k_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
+                "attention.q_norm": norm,
+                "attention.k_norm": norm,
                 "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
                 "ffn_norm": SequenceParallel(),
                 "feed_forward": _gathered_input(1),
@@ -104,6 +108,22 @@ class _Replicated(ParallelStyle):
             return tuple(DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in inputs)
 
         return distribute_module(module, device_mesh, None, whole, lambda _, output, mesh: output.to_local())
+
+
+class _FeaturesGathered(ParallelStyle):
+    """A norm over features that are cut: they are gathered before it and cut again after it."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+            return tuple(
+                DTensor.from_local(x, mesh, [Shard(x.ndim - 1)], run_check=False).redistribute(placements=[Replicate()])
+                for x in inputs
+            )
+
+        def cut(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+            return output.redistribute(placements=[Shard(output.ndim - 1)]).to_local()
+
+        return distribute_module(module, device_mesh, None, gather, cut)
 
 
 class _SequenceGathered(ParallelStyle):
@@ -155,6 +175,20 @@ def _narrow(
     x, weights = _SumGradient.apply(x, group), _SumGradient.apply(weights, group)
     out = compute(x, experts, weights, w13.to_local(), w2.to_local(), max_rows)
     return _Sum.apply(out, group)
+
+
+class _Wait(torch.autograd.Function):
+    """Identity that waits for communication. A compiled block whose input is still on its way gives it no gradient
+    (torch 2.13, AOTAutograd with an AsyncCollectiveTensor): embeddings would stay as they were drawn.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.wait() if isinstance(x, collectives.AsyncCollectiveTensor) else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
 
 
 class _SumGradient(torch.autograd.Function):

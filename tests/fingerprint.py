@@ -120,9 +120,10 @@ def axes_of(mesh: Mesh) -> dict[str, str]:
     """Name of a process group -> axis of ``mesh``, for :class:`Traffic`."""
     assert mesh.device_mesh is not None
     names = {mesh.device_mesh.get_group(axis).group_name: axis for axis in mesh.device_mesh.mesh_dim_names or ()}
-    for joined, name in ((mesh.dp_mesh, "dp"), (mesh.loss_mesh, "loss")):
-        if joined is not None:
-            names.setdefault(joined.get_group().group_name, name)
+    joined = {"dp": mesh.dp_mesh, "loss": mesh.loss_mesh, "shards": mesh.device_mesh["shards"] if mesh.tp > 1 else None}
+    for name, axis in joined.items():
+        if axis is not None:
+            names.setdefault(axis.get_group().group_name, name)
     return names
 
 

@@ -4,7 +4,6 @@ import pytest
 
 from tests import parity
 from tests.parallelisms.test_parity_data import tiny
-from tests.parallelisms.test_parity_moe import sparse
 
 TP2 = {"parallelism__tensor_parallel_degree": 2}
 TP4 = {"parallelism__tensor_parallel_degree": 4, "model__n_kv_heads": 4}
@@ -28,7 +27,7 @@ SLOW = {
     "tp2, full checkpointing": (2, TP2 | FULL, MASKED),
     "tp2, every 2nd block checkpointed": (2, TP2 | {"activation_checkpoint__mode": "selective"}, {}),
     "tp2, compiled": (2, TP2 | COMPILE, MASKED),
-    "tp2, compiled, by operator": (2, TP2 | COMPILE | BY_OPERATOR, {}),
+    "tp2, compiled, full checkpointing": (2, TP2 | COMPILE | FULL, {}),
     "tp4": (4, TP4, {}),
     "tp4, tied, masks, qk norm": (4, TP4 | FULL, MASKED),
     "fsdp2 x tp2": (4, TP2, {}),
@@ -38,6 +37,12 @@ SLOW = {
     "fsdp4 x tp2, full checkpointing": (8, TP2 | FULL, {"training__local_batch_size": 1}),
     "fsdp2 x tp4": (8, TP4, {}),
 }
+
+
+def sparse(**changes):
+    """A tiny mixture of experts."""
+    small = {"model__name": "moe", "model__flavor": "debug_moe", "moe__hidden_dim": 16, "moe__num_experts": 4}
+    return tiny(**small | changes)
 
 
 def check(rows, row, make=tiny):
@@ -75,6 +80,8 @@ EXPERTS = {
         "moe__balance": "global_aux_loss", "moe__f_source": "exact", "moe__aux_loss_coeff": 1.0,
         "moe__capacity": "score", "moe__capacity_factor": 1.0,
     },
+    "one query norm for all heads": {"model__flavor": "OLMoE-1B-7B", "model__n_heads": 4, "model__head_dim": 8,
+        "moe__top_k": 2},
     "quantile, stacked products": {"moe__balance": "quantile", "moe__experts": "grouped_mm"},
 }  # fmt: skip
 
