@@ -97,4 +97,19 @@ def _serve(connection: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+                _forget_meshes()
         connection.send(answer)
+
+
+def _forget_meshes() -> None:
+    """Empty DTensor's caches. They compare meshes by shape: the next mesh of a shape would be given the groups of the
+    last, which are gone, where a longer run of one process never meets a second mesh.
+    """
+    from torch.distributed.tensor import _redistribute, debug
+
+    for clear in (
+        getattr(debug, "_clear_sharding_prop_cache", None),
+        getattr(getattr(_redistribute, "_gen_transform_infos", None), "cache_clear", None),
+    ):
+        if clear is not None:  # private, and not in every release
+            clear()
