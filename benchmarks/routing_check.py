@@ -3,11 +3,10 @@
     python -m benchmarks.routing_check --config train_configs/debug_moe.toml
 
 Inputs: ``gaussian`` (what an ideal router spreads), ``real`` (what the routers of the untrained model see on text of
-    the corpus),
-``zero`` (every logit equal: the top-k takes the same experts for all) and ``adversarial`` (every token points at one
-expert). An even load stays below three times the violation that chance alone gives, or 0.5; a collapsed one has no
-more than one and a half times k effective experts. Exits with 1 if ``gaussian`` or ``real`` is collapsed, or ``zero``
-or ``adversarial`` is not: then the check itself is broken.
+the corpus), ``zero`` (every logit equal: the top-k takes the same experts for all) and ``adversarial`` (every token
+points at one expert). An even load stays below three times the violation that chance alone gives, or 0.5; a collapsed
+one has no more than one and a half times k effective experts. Exits with 1 if ``gaussian`` or ``real`` is collapsed, or
+``zero`` or ``adversarial`` is not: then the check itself is broken.
 """
 
 import argparse

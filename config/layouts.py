@@ -327,6 +327,20 @@ REFUSED: tuple[Refusal, ...] = (
         ),
     ),
     Refusal(
+        "pipeline with exact global load",
+        "the load comes from a forward pass of the whole model before the step, and no schedule has one. Set"
+        ' moe.f_source = "running" or "previous_step".',
+        _together(
+            lambda config, shape: (
+                _pp(config)
+                and shape.moe is not None
+                and (config.moe.balance, config.moe.f_source) == ("global_aux_loss", "exact")
+            ),
+            "pipeline_parallel_degree",
+            "moe.f_source",
+        ),
+    ),
+    Refusal(
         "pipeline with ZeRO 1",
         "torch's ZeroRedundancyOptimizer is kept as an arm for data parallelism alone. Use stage 0, 2 or 3.",
         _together(

@@ -1,10 +1,9 @@
 """Experts as grouped matrix products (model/grouped_products.py), one autograd function for the whole expert network.
 
-Saved for backward: x (T, dim), the pre-activation h (R, 2 hidden), routing weights and integer indices; the weights of
-    the experts are
-parameters and saved by reference. Not saved, though a chain of autograd operations would: the gathered rows (R, dim),
-the activation (R, hidden) and the experts' outputs (R, dim). The router's gradient needs <g, y_r> with y_r = W2 a_r;
-it is <W2^T g, a_r>, whose left side the backward pass computes anyway.
+Saved for backward: x (T, dim), the pre-activation h (R, 2 hidden), routing weights and integer indices; the experts'
+matrices, in the compute dtype, by reference. Not saved, though a chain of autograd operations would: the gathered rows
+(R, dim), the activation (R, hidden) and the experts' outputs (R, dim). The router's gradient needs <g, y_r> with
+y_r = W2 a_r; it is <W2^T g, a_r>, whose left side the backward pass computes anyway.
 
 In bfloat16 nothing waits for the device: row counts stay in a tensor, and R is known to the host.
 """

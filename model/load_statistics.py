@@ -59,10 +59,9 @@ def moe_metrics(model: torch.nn.Module, all_reduce: AllReduce, *, per_layer: boo
     """What a log step reports, from the last step's counts and the means since the last call. Every rank calls it.
 
     Waits for the device. Tags: ``moe/max_violation`` and ``moe/mean_violation`` (MaxVio over layers),
-        ``moe/load_variation``,
-    ``moe/effective_experts`` (smallest layer), ``moe/dead_experts`` (all layers), ``moe/aux_loss``, ``moe/z_loss``
-    (without coefficients, means over layers), ``moe/router_entropy`` (nats), and with a capacity ``moe/dropped``
-    (share). With ``per_layer`` the first, third and losses of each layer as well.
+    ``moe/load_variation`` (mean over layers), ``moe/effective_experts`` (smallest layer), ``moe/dead_experts`` (all
+    layers), ``moe/aux_loss``, ``moe/z_loss`` (without coefficients, means over layers), ``moe/router_entropy`` (nats),
+    and with a capacity ``moe/dropped`` (share). With ``per_layer`` MaxVio, dead experts and losses of each layer too.
     """
     found = balances(model)
     if not found:

@@ -4,6 +4,7 @@ from config.errors import ConfigError
 from config.load import load
 
 MOE = ["--model.name", "moe", "--model.flavor", "debug_moe"]
+EXACT = ["--moe.balance", "global_aux_loss", "--moe.f_source", "exact"]
 
 
 def refused(*arguments: str) -> str:
@@ -26,6 +27,10 @@ def refused(*arguments: str) -> str:
         (["--moe.balance", "none", "--moe.capacity", "score", "--moe.routing", "expert_choice"], ["as it holds"]),
         (["--moe.capacity", "score", "--moe.capacity_factor", "0.0"], ["drops every token"]),
         (["--moe.experts", "loop", "--compile.enable"], ["cannot be compiled", "grouped_mm"]),
+        (
+            [*EXACT, "--parallelism.pipeline_parallel_degree", "2"],
+            ["parallelism.pipeline_parallel_degree = 2", 'moe.f_source = "exact"', "no schedule has one", "previous_step"],
+        ),
         (["--moe.experts", "quack", "--training.mixed_precision_param", "float32"], ["bfloat16"]),
     ],
 )
