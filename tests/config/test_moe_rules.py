@@ -29,7 +29,7 @@ def refused(*arguments: str) -> str:
         (["--moe.experts", "loop", "--compile.enable"], ["cannot be compiled", "grouped_mm"]),
         (
             [*EXACT, "--parallelism.pipeline_parallel_degree", "2"],
-            ["parallelism.pipeline_parallel_degree = 2", 'moe.f_source = "exact"', "no schedule has one", "previous_step"],
+            ["parallelism.pipeline_parallel_degree = 2", 'moe.f_source = "exact"', "no schedule has one"],
         ),
         (["--moe.experts", "quack", "--training.mixed_precision_param", "float32"], ["bfloat16"]),
     ],
