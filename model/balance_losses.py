@@ -60,7 +60,7 @@ def sequence_aux_loss(
 
     Args:
         probabilities, requested: (B, S, E).
-        valid: bool (B, S). A sequence without a valid token counts 0.
+        valid: bool (B, S). A sequence without a valid token is padding and takes no part in the average.
     """
     experts = probabilities.shape[-1]
     counts, tokens = (requested & valid[..., None]).sum(1), valid.sum(1)
@@ -68,7 +68,7 @@ def sequence_aux_loss(
         counts, tokens = reduce(counts), reduce(tokens)
     share = counts / (tokens[:, None] * top_k).clamp(min=1)
     mean = (probabilities * valid[..., None]).sum(1) / tokens[:, None].clamp(min=1)
-    return experts * (share.detach() * mean).sum(-1).mean()
+    return experts * (share.detach() * mean).sum() / (tokens > 0).sum().clamp(min=1)
 
 
 def z_loss(logits: torch.Tensor, valid: torch.Tensor, reduce: Reduce | None = None) -> torch.Tensor:

@@ -78,6 +78,15 @@ def test_the_bias_freezes():
     assert not torch.equal(history[0], history[1]) and torch.equal(history[1], history[2])
 
 
+def test_the_quantile_keeps_the_share_of_the_old_bias_it_is_told_to():
+    balance = balance_with(balance="quantile", quantile_preset="megatron", quantile_ema=0.75)
+    old, new = torch.linspace(0.3, -0.3, 8), torch.linspace(-1, 1, 8)
+    balance.bias.copy_(old)
+    balance.count(seen([2] * 8, new))
+    balance.update(1, balance.counts.clone(), same)
+    torch.testing.assert_close(balance.bias, 0.75 * old + 0.25 * new)
+
+
 def test_a_step_without_tokens_changes_nothing():
     for rule in ("bias_sign", "bias_proportional", "quantile"):
         balance = balance_with(balance=rule)

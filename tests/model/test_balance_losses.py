@@ -49,6 +49,10 @@ def test_sequence_loss_is_the_mean_over_sequences():
     p, r = probabilities.view(4, 6, E), requested.view(4, 6, E)
     expected = sum(slow_aux(p[b], r[b], valid[b]) for b in range(4)) / 4
     assert float(sequence_aux_loss(p, r, valid, K)) == pytest.approx(expected)
+    valid[2] = False  # a sequence of padding
+    expected = sum(slow_aux(p[b], r[b], valid[b]) for b in (0, 1, 3)) / 3
+    assert float(sequence_aux_loss(p, r, valid, K)) == pytest.approx(expected)
+    assert float(sequence_aux_loss(p, r, valid & False, K)) == 0.0
 
 
 def test_z_loss_and_entropy():

@@ -18,6 +18,7 @@ SHAPE = ModelShape(
     vocab_size=64, dim=32, n_layers=3, n_heads=2, n_kv_heads=2, hidden_dim=48, max_seq_len=32,
     moe=MoEShape(num_experts=8, top_k=2, hidden_dim=16, num_shared_experts=1, first_dense_layers=1),
 )  # fmt: skip
+ONE_LAYER = ModelShape(**{**vars(SHAPE), "moe": MoEShape(8, 2, 16, first_dense_layers=2)})
 
 
 def model_with(shape: ModelShape = SHAPE, seed: int = 0, noise_seed: int = 0, **keys) -> Decoder:
@@ -124,8 +125,9 @@ def test_every_moe_layers_bias_moves_after_one_skewed_step(rule):
     assert all(b.bias.any() and abs(float(b.bias.mean())) < 1e-6 for b in found.values())
 
 
-def test_padding_is_neither_counted_nor_in_the_losses():
-    keys = dict(balance="aux_loss", aux_loss_coeff=0.5, z_loss_coeff=0.1)
+@pytest.mark.parametrize("rule", ["aux_loss", "global_aux_loss", "sequence_aux_loss"])
+def test_padding_is_neither_counted_nor_in_the_losses(rule):
+    keys = dict(balance=rule, aux_loss_coeff=0.5, z_loss_coeff=0.1)
     tokens, labels = batch(rows=2)
     padded = torch.cat([tokens, torch.zeros(2, 16, dtype=torch.int64)])
     ignored = torch.cat([labels, torch.full((2, 16), -100)])
@@ -159,6 +161,33 @@ def test_router_gradient_is_linear_in_the_coefficient_and_equals_autograd():
     reference = 8 * (f * routing.probabilities.double().mean(0)).sum()
     (loss + reference).backward()
     torch.testing.assert_close(one, model.layers["2"].moe.router.gate.weight.grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "keys, coefficient",
+    [
+        (dict(balance="none", z_loss_coeff=0.3), 0.3),
+        (dict(balance="aux_loss", aux_loss_coeff=0.0, z_loss_coeff=0.3), 0.3),
+        (dict(balance="sequence_aux_loss", aux_loss_coeff=0.7), 0.7),
+        (dict(balance="bias_sign", extra_sequence_coeff=0.7), 0.7),
+        (dict(balance="bias_sign", aux_loss_coeff=0.7), 0.0),
+    ],
+)
+def test_each_loss_has_its_own_coefficient(keys, coefficient):
+    model, plain, captured = model_with(ONE_LAYER, **keys), model_with(ONE_LAYER, balance="none"), {}
+    plain.layers["2"].moe.router.register_forward_hook(lambda m, i, out: captured.update(routing=out))
+    begin_step(model, 1, total_steps=1, balance_groups=2)
+    (0.0 * model(batch()[0]).sum()).backward()
+    plain(batch()[0])
+    routing = captured["routing"]
+    if "z_loss_coeff" in keys:
+        reference = routing.logits.exp().sum(-1).log().square().mean()
+    else:
+        f, p = (t.float().view(4, 16, 8).mean(1) for t in (routing.requested, routing.probabilities))
+        reference = 8 * (f / 2 * p).sum(-1).mean()
+    expected = torch.autograd.grad(coefficient * reference / 2, plain.layers["2"].moe.router.gate.weight)[0]
+    torch.testing.assert_close(model.layers["2"].moe.router.gate.weight.grad, expected, rtol=1e-4, atol=1e-8)
+    assert bool(expected.any()) == (coefficient > 0)
 
 
 def test_accumulation_sums_balance_groups_with_their_share():
@@ -196,6 +225,34 @@ def test_exact_global_f_does_not_know_how_the_batch_is_split():
     assert whole.abs().max() > 1e-6
     for parts in (2, 4):
         torch.testing.assert_close(gradient(parts), whole, rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize("f_source", ["running", "previous_step"])
+def test_global_f_is_of_the_micro_batches_so_far_or_of_the_step_before(f_source):
+    """Gradients of two steps of two micro-batches, against autograd with f from counts that the test keeps."""
+    model = model_with(ONE_LAYER, balance="global_aux_loss", f_source=f_source, aux_loss_coeff=1.0)
+    plain = model_with(ONE_LAYER, balance="none")
+    captured = {}
+    plain.layers["2"].moe.router.register_forward_hook(lambda m, i, out: captured.update(routing=out))
+    mine, theirs = (m.layers["2"].moe.router.gate.weight for m in (model, plain))
+    before = torch.zeros(8)
+    for step in (1, 2):
+        model.zero_grad()
+        begin_step(model, step, total_steps=2, balance_groups=2)
+        now, loss = torch.zeros(8), torch.zeros(())
+        for part in (0, 1):
+            tokens, _ = batch(seed=10 * step + part)
+            (0.0 * model(tokens).sum()).backward()
+            plain(tokens)
+            routing = captured["routing"]
+            now = now + routing.requested.sum(0)
+            f = now / now.sum() if f_source == "running" else before / before.sum() if step > 1 else torch.ones(8) / 8
+            loss = loss + 8 * (f * routing.probabilities.mean(0)).sum() / 2
+        update_balance(model, step)
+        before = now
+        expected = torch.autograd.grad(loss, theirs)[0]
+        torch.testing.assert_close(mine.grad, expected, rtol=1e-4, atol=1e-7)
+        assert bool(expected.abs().max() > 1e-6) == (f_source == "running" or step > 1), "a uniform f has no gradient"
 
 
 def test_noise_is_the_same_in_every_split():

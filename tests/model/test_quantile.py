@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from config.schema import Moe
+from config.shapes import MoEShape
+from model.balance import Balance
 from model.quantile import (
     BINS,
     PRESETS,
@@ -19,6 +21,7 @@ from model.quantile import (
     pooled_quantile,
     quantile_rule,
 )
+from model.router import Router
 
 T, E, K = 96, 8, 2
 
@@ -163,3 +166,30 @@ def test_a_quantile_step_balances_the_batch_it_was_taken_from():
         bias = exact_quantile(margins(scores, cutoffs(scores, bias), valid, "margin"), torch.tensor(8192), K)
         bias = bias - bias.mean()
     assert before > 0.5 and float(load(bias)) < 0.05
+
+
+@pytest.mark.parametrize("preset", ["megatron", "kimi_k3"])
+def test_a_preset_pools_a_step_as_its_source_does(preset):
+    """From the router to the bias, over two micro-batches that differ: one pools them, the other averages."""
+    shape, moe = MoEShape(E, K, 4, score_func="sigmoid"), Moe(balance="quantile", quantile_preset=preset)
+    router, balance = Router(E, shape, moe), Balance(shape, moe, noise_seed=0, layer=0)
+    torch.nn.init.eye_(router.gate.weight)
+    offsets = torch.linspace(-1, 1, E)
+    pieces = [0.05 * example(256, seed=1)[0] + offsets, 4.0 * example(256, seed=2)[0] - 3 * offsets]
+    valid = torch.ones(1, 256, dtype=torch.bool)
+    for piece in pieces:
+        key = balance.noise_key
+        routing = router(piece, torch.arange(256), valid[0], key, torch.zeros(()), balance.bias, balance.choose_by)
+        balance.count(balance.observe(routing, valid, None)[1])
+    balance.update(1, balance.counts.clone(), lambda x: x)
+
+    def of(logits: torch.Tensor) -> torch.Tensor:
+        rows = slow_margins(logits if preset == "megatron" else logits.sigmoid(), torch.zeros(E), "margin")
+        return torch.tensor(rows).sort(0).values[len(rows) * K // E]
+
+    mean, pooled = sum(of(piece) for piece in pieces) / 2, of(torch.cat(pieces))
+    mean, pooled = mean - mean.mean(), pooled - pooled.mean()
+    expected, other = (mean, pooled) if preset == "megatron" else (pooled, mean)
+    bin_width = 0.0 if preset == "megatron" else 2 / BINS
+    assert float((balance.bias - expected).abs().max()) < 2 * bin_width + 1e-5
+    assert float((balance.bias - other).abs().max()) > 0.05

@@ -73,9 +73,17 @@ def test_choice_and_weights_equal_a_slow_reference(shape, biased):
         assert found.requested[token].nonzero().flatten().tolist() == sorted(expected)
 
 
-def test_weight_mass_is_one_for_a_renormalised_router():
-    found = route(make(MoEShape(64, 8, 4, route_norm=True)), torch.randn(100, DIM))
+@pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
+def test_weight_mass_is_one_for_a_renormalised_router(score_func):
+    found = route(make(MoEShape(64, 8, 4, score_func=score_func, route_norm=True)), torch.randn(100, DIM))
     torch.testing.assert_close(found.weights.sum(-1), torch.ones(100))
+
+
+def test_balance_losses_see_sigmoid_scores_normalised_over_all_experts():
+    router, x = make(MoEShape(8, 2, 4, score_func="sigmoid")), torch.randn(20, DIM)
+    scores = (x.double() @ router.gate.weight.double().T).sigmoid()
+    expected = (scores / scores.sum(-1, keepdim=True)).float()
+    torch.testing.assert_close(route(router, x).probabilities, expected)
 
 
 def test_bias_moves_the_choice_and_never_the_weights():
