@@ -299,7 +299,7 @@ def main(argv: list[str] | None = None) -> int:
             run_dir = config.job.run_dir
             step_to_continue(Path(run_dir) / config.checkpoint.folder if run_dir else None, config.checkpoint)
         device = pick_device(local_rank)
-        check_layout_on(config, device.type)
+        check_layout_on(config, device.type, torch.__version__)
         if run_directory_state(resolved, opener=rank == 0) == "done":
             logger.info("%s is DONE with this configuration: nothing to do", config.job.run_dir)
             return 0

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from config.errors import ConfigError
+from config.flavors import resolve_shape
 from config.pipeline import SCHEDULES
 from config.schema import Config
 from config.shapes import ModelShape
@@ -369,14 +370,23 @@ def reshard_after_forward(config: Config) -> str:
     return "never" if stage == 2 or (asked == "default" and stage is None and _pp(config)) else asked
 
 
-def check_layout_on(config: Config, device: str) -> None:
+def check_layout_on(config: Config, device: str, torch_version: str) -> None:
     """Check what only the machine can tell. ``device``: "cpu" or "cuda".
 
     Raises:
-        ConfigError: asynchronous tensor parallelism without a GPU.
+        ConfigError: asynchronous tensor parallelism without a GPU; compiled float32 experts on an older torch.
     """
     if config.parallelism.enable_async_tensor_parallel and device != "cuda":
         raise ConfigError(
             "parallelism.enable_async_tensor_parallel = true, and this machine has no GPU: torch overlaps through"
             " memory that GPUs share. Set it to false."
+        )
+    compiled = config.compile.enable and "model" in config.compile.components
+    experts = resolve_shape(config.model, config.moe).moe is not None
+    version = tuple(int(part) for part in torch_version.split(".")[:2])
+    if compiled and experts and config.training.mixed_precision_param == "float32" and version < (2, 13):
+        # Seen on 2.11: zero gradients of w13 and w2, no error. bfloat16 takes another kernel and is right there.
+        raise ConfigError(
+            f'compile.enable = true with experts and training.mixed_precision_param = "float32" on torch {torch_version}'
+            ": their gradients are silently zero before torch 2.13. Use bfloat16, or do not compile the model."
         )

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -24,13 +25,18 @@ SMALL = [
 ]  # fmt: skip
 
 
-def launch(run_dir: Path, *options: str, ranks: int = 1, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+ON_CPU = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def launch(
+    run_dir: Path, *options: str, ranks: int = 1, folder: Path = ROOT, environment: dict[str, str] = ON_CPU
+) -> subprocess.CompletedProcess[str]:
     program = [sys.executable]
     if ranks > 1:
         program += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     command = [*program, str(ROOT / "train.py"), "--job.config_file", str(ROOT / DEBUG)]
     command += ["--job.run_dir", str(run_dir), *SMALL, *options]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def lines(run_dir: Path) -> list[dict]:
@@ -72,7 +78,7 @@ def test_the_recorded_configuration_launches_again_to_the_same_losses(one_proces
     again = tmp_path / "again"
     command = [sys.executable, str(ROOT / "train.py"), "--job.config_file", str(one_process / "config.toml")]
     done = subprocess.run(
-        [*command, "--job.run_dir", str(again)], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        [*command, "--job.run_dir", str(again)], cwd=tmp_path, env=ON_CPU, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert losses(again) == losses(one_process)
@@ -112,7 +118,8 @@ def test_a_killed_run_goes_on_from_its_checkpoint(one_process, tmp_path):
     run_dir = tmp_path / "killed"
     options = ["--training.steps", "20", "--metrics.log_freq", "1", "--checkpoint.enable", "--checkpoint.interval", "4"]
     command = [sys.executable, str(ROOT / "train.py"), "--job.config_file", str(ROOT / DEBUG)]
-    victim = subprocess.Popen([*command, "--job.run_dir", str(run_dir), *SMALL, *options], stdout=subprocess.DEVNULL)
+    command += ["--job.run_dir", str(run_dir), *SMALL, *options]
+    victim = subprocess.Popen(command, env=ON_CPU, stdout=subprocess.DEVNULL)
     while not (run_dir / "checkpoint" / "step-8").exists():
         assert victim.poll() is None
         time.sleep(0.05)
@@ -182,7 +189,7 @@ def test_the_default_run_learns_more_than_which_byte_follows_which(tmp_path):
     run_dir = tmp_path / "default"
     command = [sys.executable, str(ROOT / "train.py"), "--job.config_file", str(ROOT / DEBUG)]
     done = subprocess.run(
-        [*command, "--job.run_dir", str(run_dir)], cwd=tmp_path, capture_output=True, text=True, timeout=900
+        [*command, "--job.run_dir", str(run_dir)], cwd=tmp_path, env=ON_CPU, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stdout + done.stderr
     pipeline = build_data(load_file(ROOT / DEBUG).config, dp_rank=0, dp_degree=1)
@@ -200,7 +207,16 @@ def test_two_gpus_follow_one(tmp_path):
     ddp = ["--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "1"]
     found = {}
     for name, ranks, options in (("one", 1, []), ("ddp", 2, ddp), ("fsdp", 2, fsdp)):
-        done = launch(tmp_path / name, "--training.steps", "20", "--metrics.log_freq", "1", *options, ranks=ranks)
+        done = launch(
+            tmp_path / name,
+            "--training.steps",
+            "20",
+            "--metrics.log_freq",
+            "1",
+            *options,
+            ranks=ranks,
+            environment=dict(os.environ),
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         found[name] = losses(tmp_path / name)
     for name in ("ddp", "fsdp"):
@@ -215,7 +231,9 @@ def test_compiled_bfloat16_follows_eager_float32(tmp_path):
         ("eager", []),
         ("compiled", ["--compile.enable", "--training.mixed_precision_param", "bfloat16"]),
     ):
-        done = launch(tmp_path / name, "--training.steps", "20", "--metrics.log_freq", "1", *options)
+        done = launch(
+            tmp_path / name, "--training.steps", "20", "--metrics.log_freq", "1", *options, environment=dict(os.environ)
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         found[name] = losses(tmp_path / name)
     assert max(abs(found["eager"][step] - found["compiled"][step]) for step in found["eager"]) < 0.05

@@ -92,9 +92,19 @@ def test_a_stage_that_copies_refuses_a_world_its_copies_do_not_fill(tmp_path):
 def test_asynchronous_communication_needs_a_gpu():
     values = {TP: 2, "parallelism.enable_async_tensor_parallel": True, "compile.enable": True}
     config = load(words(values)).config
-    check_layout_on(config, "cuda")
+    check_layout_on(config, "cuda", "2.11.0")
     with pytest.raises(ConfigError, match="no GPU"):
-        check_layout_on(config, "cpu")
+        check_layout_on(config, "cpu", "2.13.0")
+
+
+def test_compiled_float32_experts_need_a_newer_torch():
+    options = ["--compile.enable", "--model.name", "moe", "--model.flavor", "debug_moe"]
+    config = load([*options, "--training.mixed_precision_param", "float32"]).config
+    with pytest.raises(ConfigError, match="silently zero before torch 2.13"):
+        check_layout_on(config, "cuda", "2.11.0+cu130")
+    check_layout_on(config, "cuda", "2.13.0+cpu")
+    config.training.mixed_precision_param = "bfloat16"
+    check_layout_on(config, "cuda", "2.11.0+cu130")
 
 
 def test_keys_of_tensor_parallelism_without_it_are_noted():

@@ -301,6 +301,9 @@ def test_an_expert_is_drawn_from_its_own_seed():
     assert float(w13[..., 1::2].std()) == pytest.approx(0.02 / 8**0.5, rel=0.02)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="float32 experts compile to zero gradients there; config/layouts.py refuses it"
+)
 @pytest.mark.parametrize(
     "keys",
     [
