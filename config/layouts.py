@@ -387,6 +387,6 @@ def check_layout_on(config: Config, device: str, torch_version: str) -> None:
     if compiled and experts and config.training.mixed_precision_param == "float32" and version < (2, 13):
         # Seen on 2.11: zero gradients of w13 and w2, no error. bfloat16 takes another kernel and is right there.
         raise ConfigError(
-            f'compile.enable = true with experts and training.mixed_precision_param = "float32" on torch {torch_version}'
+            f'compile.enable = true with experts, training.mixed_precision_param = "float32" on torch {torch_version}'
             ": their gradients are silently zero before torch 2.13. Use bfloat16, or do not compile the model."
         )
