@@ -8,8 +8,9 @@ python = python="$$(./setup_env.sh dev)" && "$$python"
 test:  ## what a change must pass: CPU only, minutes
 	$(python) -m pytest -m "not slow and not gpu and not multi_gpu" $(ARGS)
 
-test-slow:  ## CPU tests of more than ten seconds each
-	$(python) -m pytest -m "slow and not gpu and not multi_gpu" $(ARGS)
+test-slow:  ## CPU tests of more than ten seconds each, then every parity row: writes docs/parity.md
+	$(python) -m pytest -m "slow and not gpu and not multi_gpu" --ignore tests/parallelisms $(ARGS)
+	export PARITY_TABLE=docs/parity.md && $(python) -m pytest -m "not gpu and not multi_gpu" tests/parallelisms
 
 test-heavy:  ## needs GPUs; those that need more than there are skip
 	$(python) -m pytest -m "gpu or multi_gpu" $(ARGS)

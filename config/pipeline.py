@@ -139,7 +139,7 @@ def pipeline_rules(
 ) -> Iterator[str]:
     """What is wrong with the stages and micro-batches of a pipeline, a sentence each.
 
-    What a pipeline cannot be combined with is in config/layouts.py.
+    What a pipeline cannot be combined with is in config/refused_layouts.py.
 
     Args:
         accumulation: local batches a rank in a step; None where the number of ranks is not known yet.
@@ -229,3 +229,13 @@ def _micro_batch_rules(config: Config, n_layers: int, accumulation: int, said: S
             f"{name} runs {rounds} equal rounds of micro-batches, and {came}. Make it a multiple of"
             f" pipeline_parallel_degree({ranks})."
         )
+
+
+def reshard_after_forward(config: Config) -> str:
+    """ "default", "always" or "never": ``fsdp_reshard_after_forward``, as ``zero_stage`` decides where that is set. A
+    pipeline keeps parameters by default: it would gather each block again for each micro-batch.
+    """
+    section = config.parallelism
+    stage, asked = section.zero_stage, section.fsdp_reshard_after_forward
+    keeps = asked == "default" and stage is None and section.pipeline_parallel_degree > 1
+    return "never" if stage == 2 or keeps else asked

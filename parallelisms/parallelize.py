@@ -5,8 +5,7 @@ import contextlib
 import torch
 from torch import nn
 
-from config.layouts import reshard_after_forward
-from config.pipeline import stage_modules, stage_ranks
+from config.pipeline import reshard_after_forward, stage_modules, stage_ranks
 from config.schema import Config
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile

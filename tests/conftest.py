@@ -1,5 +1,7 @@
 """Tests that need GPUs skip where there are too few."""
 
+import os
+
 import pytest
 
 
@@ -16,3 +18,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(
                 pytest.mark.skip(reason=f"needs {needed} GPU{'s' * (needed > 1)}, this machine has {there}")
             )
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if "PARITY_TABLE" in os.environ:
+        from tests import parity_table
+
+        parity_table.write(session.testsfailed)

@@ -29,7 +29,7 @@ from config.world import mesh_degrees
 from data.build import build_data
 from parallelisms.mesh import Mesh
 from parallelisms.names import named_parameters
-from tests import ranks
+from tests import parity_table, ranks
 
 TOLERANCE = 1e-5
 FLOOR = 1e-6
@@ -74,6 +74,7 @@ def check(reference: Config, candidate: Config, *, world_size: int, steps: int =
             else ("in float64 the two agree: the difference is rounding")
         )
         raise AssertionError("\n".join([*report.failures[:12], verdict, *exact.failures[:3]]))
+    parity_table.record(world_size, report.errors)
     return report
 
 

@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from config.errors import ConfigError
-from config.layouts import REFUSED, check_layout_on, reshard_after_forward
+from config.layouts import check_layout_on
 from config.load import load
+from config.pipeline import reshard_after_forward
+from config.refused_layouts import REFUSED
 from config.world import mesh_degrees
 from tests.config.refusal import refusal
 
