@@ -48,10 +48,17 @@ def start_runner() -> subprocess.Popen:
         "from ablation.question import read; from ablation.runner import execute;"
         "p = plan(guard(read(Path('rates.toml'))).accepted()); sys.exit(execute(p, Path('outputs/rates'), p.runs))"
     )
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # A test run in the background of a script has Ctrl-C ignored, and hands that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
-def wait_for(condition, seconds: float = 20.0) -> None:
+def wait_for(condition, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -129,13 +136,12 @@ def test_kill_9_and_start_again(chosen, monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopping_ends_the_child_and_says_how_to_go_on(chosen, monkeypatch, number):
-    monkeypatch.setenv("FAKE_STEP_SECONDS", "5")
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "100")
     runner = start_runner()
     wait_for(lambda: len(journal()) == 1)
-    began = time.monotonic()
     runner.send_signal(number)
-    output, _ = runner.communicate(timeout=20)
-    assert runner.returncode == 130 and time.monotonic() - began < 4
+    output, _ = runner.communicate(timeout=50)  # the child did not get to the end of its step
+    assert runner.returncode == 130
     assert f"stopped by {number.name}: 0 of 6 runs done; the same command continues" in output
     with lock.acquire(FOLDER / ".runner.lock", orphan_seconds=0):  # nothing holds it any more, the child neither
         assert state_of(FOLDER / chosen.runs[0].place) == "interrupted"
