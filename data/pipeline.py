@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,7 +74,8 @@ class DataPipeline:
             label=label,
         )
 
-    def validation(self) -> Validation:
+    @functools.cached_property
+    def _validation(self) -> Validation:
         """The held-out batches of this rank, as ``[validation]`` says.
 
         Evaluated are ``steps * local_batch_size`` sequences, whatever the number of ranks; of a mixture, each source's
@@ -103,6 +105,14 @@ class DataPipeline:
             document_mask=self._config.data.document_mask,
             mask_boundary_labels=self._config.data.mask_boundary_labels,
         )
+
+    def validation(self) -> Validation:
+        """The held-out batches of this rank, found once: a stream is read to find them.
+
+        Raises:
+            ConfigError: there are none, or validation.steps = -1 asks for all of a stream.
+        """
+        return self._validation
 
     def _held_out_tape(self, source: Source, limit: int | None) -> Tape:
         if source.documents is not None:
