@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from config.errors import ConfigError
 from config.flavors import resolve_shape
-from config.refused_layouts import REFUSED, Said
+from config.refusal import Said
+from config.refused_layouts import REFUSED
 from config.schema import Config
 from config.shapes import ModelShape
 
