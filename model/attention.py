@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from config.flavors import ModelShape
+from model.attention_blocks import BlockKernel, ReferenceBlocks
 from model.rope import apply_rope
 
 
@@ -19,6 +20,8 @@ class AttentionBackend(Protocol):
     """A kernel for causal attention."""
 
     name: str
+    blocks: BlockKernel | None
+    """The same kernel on a block of queries and keys, for context parallelism; None where it has no such form."""
 
     def prepare(self, document_ids: torch.Tensor | None) -> Any:
         """Whatever the kernel wants to know about documents, made once a forward pass and shared by all layers.
@@ -46,6 +49,7 @@ class SDPA:
     """
 
     name = "sdpa"
+    blocks: BlockKernel | None = ReferenceBlocks()
     kernels = [
         SDPBackend.CUDNN_ATTENTION,
         SDPBackend.FLASH_ATTENTION,
