@@ -31,11 +31,11 @@ from config.schema import Config
 from config.world import check_devices, check_world, derived, mesh_degrees, smallest_world, world_size_from
 from data.build import build_data
 from data.pipeline import DataPipeline
+from data.tokenizer_files import save_tokenizer
 from model.attention import attention_backend
 from model.decoder import Decoder
 from model.expert_step import ExpertStep
 from model.initial_weights import draw, initial_value
-from model.load_statistics import loads
 from model.loss import cross_entropy_sum
 from parallelisms import process_group
 from parallelisms.data_parallel import set_gradient_sync
@@ -54,7 +54,7 @@ from trainer.loss_watch import LossWatch, NonFiniteLoss
 from trainer.metrics import Metrics
 from trainer.optimizer import build_optimizer
 from trainer.passes import Loss, Passes, Precision, Whole
-from trainer.run_directory import RunDirectory, open_run_directory, run_directory_state
+from trainer.run_directory import TOKENIZER, RunDirectory, open_run_directory, run_directory_state
 from trainer.schedule import set_learning_rate
 from trainer.step_timer import StepTimer
 from trainer.train_step import Accept, TrainStep
@@ -137,16 +137,19 @@ def build_pipeline(
     )
 
 
-def build_expert_step(config: Config, model: Decoder, mesh: Mesh) -> ExpertStep | None:
+def build_expert_step(config: Config, model: torch.nn.Module, mesh: Mesh) -> ExpertStep | None:
     """What a step does for the experts of ``model``; None for a dense model."""
-    if resolve_shape(config.model, config.moe).moe is None:
+    shape = resolve_shape(config.model, config.moe)
+    if shape.moe is None:
         return None
     return ExpertStep(
         model,
         config.moe,
+        shape,
         total_steps=config.training.steps,
         data_ranks=mesh.dp_degree,
-        all_reduce=mesh.sum_over_data,
+        sum_over_batch=mesh.sum_over_batch,
+        sum_over_stages=mesh.sum_over_stages,
     )
 
 
@@ -249,9 +252,9 @@ def train(
         if metrics.should_log(step) or validation is not None:
             with timer.paused():
                 loss, local_loss = watch.latest()
-                seen = {} if experts is None else experts.report(batch.micro_batches[0], step_once.precision)
-                if load_map is not None:
-                    load_map.log(step, loads(model))
+                seen = {} if experts is None else experts.report(batch.micro_batches[0], step_once.forward)
+                if load_map is not None and experts is not None:
+                    load_map.log(step, experts.loads)
                 metrics.log(
                     step,
                     loss=loss,
@@ -308,6 +311,8 @@ def main(argv: list[str] | None = None) -> int:
         if rank == 0:
             record = describe(resolved, mesh, pipeline, device)
             run = open_run_directory(resolved, command=[sys.executable, *sys.argv], record=record)
+            if config.checkpoint.enable:  # its weights are of use elsewhere
+                save_tokenizer(pipeline.tokenizer, run.path / TOKENIZER)
             for line in record["warnings"]:
                 logger.warning("%s", line)
             logger.info("Run directory: %s", run.path)

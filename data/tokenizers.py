@@ -75,9 +75,13 @@ class ByteTokenizer:
 class RustBackedTokenizer:
     """A tokenizer of the ``tokenizers`` library with a known end-of-document token."""
 
-    def __init__(self, rust: RustTokenizer, *, bos_id: int, eos_id: int, fingerprint: str) -> None:
+    def __init__(
+        self, rust: RustTokenizer, *, bos_id: int, eos_id: int, fingerprint: str, folder: Path | None = None
+    ) -> None:
         rust.encode_special_tokens = True  # "<|endoftext|>" in a document is text
-        self._rust = rust
+        self.rust = rust
+        self.folder = folder
+        """Where its files are, if it was read from files."""
         self.bos_id, self.eos_id, self.fingerprint = bos_id, eos_id, fingerprint
         vocabulary = rust.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
@@ -89,18 +93,18 @@ class RustBackedTokenizer:
                 self.token_bytes[i] = len(token) if byte_level else _plain_token_bytes(token)
 
     def encode(self, text: str) -> list[int]:
-        return self._rust.encode(text, add_special_tokens=False).ids
+        return self.rust.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        encoded = self._rust.encode_batch_fast(list(texts), add_special_tokens=False)
+        encoded = self.rust.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(e.ids, dtype=np.int64) for e in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._rust.decode(list(ids), skip_special_tokens=True)
+        return self.rust.decode(list(ids), skip_special_tokens=True)
 
-    def save(self, path: Path) -> None:
-        """Write tokenizer.json, the file ``model.hf_assets_path`` and other programs read."""
-        self._rust.save(str(path))
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of the text with what its tokenizer.json puts around it, such as a bos."""
+        return self.rust.encode(text, add_special_tokens=True).ids
 
 
 def _plain_token_bytes(token: str) -> int:
@@ -110,13 +114,16 @@ def _plain_token_bytes(token: str) -> int:
     return len(token.removeprefix("##").replace("\u2581", " ").encode())
 
 
-def load_file_tokenizer(folder: str) -> RustBackedTokenizer:
+def load_file_tokenizer(folder: str, key: str = "") -> RustBackedTokenizer:
     """The tokenizer of ``model.hf_assets_path``, with bos and eos as torchtitan infers them from tokenizer_config.json.
+
+    Args:
+        key: what a message begins with, if the folder is not the one of that key.
 
     Raises:
         ConfigError: the folder or its files are missing or unreadable, or no token ends a document.
     """
-    key = f"model.hf_assets_path = {folder!r}"
+    key = key or f"model.hf_assets_path = {folder!r}"
     if not folder:
         raise ConfigError('data.tokenizer = "file" needs model.hf_assets_path, the folder with tokenizer.json')
     root = Path(folder).expanduser()
@@ -133,7 +140,10 @@ def load_file_tokenizer(folder: str) -> RustBackedTokenizer:
     present = [name for name in TOKENIZER_FILES if (root / name).exists()]
     files = [(name, hashlib.sha256((root / name).read_bytes()).hexdigest()) for name in present]
     bos_id = loaded.eos_id if loaded.bos_id is None else loaded.bos_id
-    return RustBackedTokenizer(loaded.tokenizer, bos_id=bos_id, eos_id=loaded.eos_id, fingerprint=digest("file", files))
+    fingerprint = digest("file", files)
+    return RustBackedTokenizer(
+        loaded.tokenizer, bos_id=bos_id, eos_id=loaded.eos_id, fingerprint=fingerprint, folder=root
+    )
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, cache: Path, key: tuple[Any, ...]) -> RustBackedTokenizer:

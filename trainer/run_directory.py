@@ -4,9 +4,11 @@
     run.json          command, origins, difference from the base, corpus, model size, mesh, warnings
     environment.json  machine, versions, settings, commit
     dirty.patch       what the source differed by from that commit, if it did
+    tokenizer/        its files, of a run with checkpoints        (data/tokenizer_files.py)
     metrics.jsonl     one object a log step                       (trainer/metrics.py)
     tb/               the same for TensorBoard                    (trainer/metrics.py)
     checkpoint/       stays where it is when the run is continued
+    evaluations/      results of tasks on its checkpoints; stays  (evaluation/record.py)
     attempts/<n>/     the files of an earlier attempt that did not finish, moved
     DONE | FAILED     how it ended; neither while it runs or after a kill
 
@@ -37,6 +39,8 @@ from trainer.run_lock import LOCK, hold, holder
 State = Literal["new", "continued", "done"]
 
 ATTEMPTS = "attempts"
+EVALUATIONS = "evaluations"
+TOKENIZER = "tokenizer"
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +55,6 @@ class RunDirectory:
         self.record = record
         """The content of run.json."""
         self._lock = lock
-
-    def add_to_record(self, **fields: Any) -> None:
-        """Set fields of run.json that are known only once the run is under way."""
-        self.record.update(fields)
-        _write_json(self.path / "run.json", self.record)
 
     def earlier_metrics(self, step: int) -> list[dict[str, Any]]:
         """Lines of metrics.jsonl that attempts before this one wrote up to ``step``, by step."""
@@ -238,7 +237,9 @@ def _attempts(path: Path) -> list[Path]:
 
 
 def _move_attempt(path: Path, checkpoints: str) -> Path:
-    """Move everything but checkpoints into attempts/<n>. config.toml goes last, so a kill in between loses nothing."""
+    """Move everything but checkpoints, and what was measured on them, into attempts/<n>. config.toml goes last, so a
+    kill in between loses nothing.
+    """
     earlier = _attempts(path)
     if earlier and not (earlier[-1] / "config.toml").exists():
         target = earlier[-1]  # that kill happened: go on where it stopped
@@ -248,7 +249,7 @@ def _move_attempt(path: Path, checkpoints: str) -> Path:
         return earlier[-1]  # it fell after the move, before the new record
     target.mkdir(parents=True, exist_ok=True)
     for file in sorted(path.iterdir(), key=lambda p: p.name == "config.toml"):
-        if file.name not in (ATTEMPTS, checkpoints, LOCK):
+        if file.name not in (ATTEMPTS, checkpoints, EVALUATIONS, LOCK):
             file.rename(target / file.name)
     return target
 

@@ -85,7 +85,7 @@ def tokenizer_folder(tmp_path) -> Path:
     trained = bpe(tmp_path / "cache", generated_texts(50))
     folder = tmp_path / "assets"
     folder.mkdir()
-    trained.save(folder / "tokenizer.json")
+    trained.rust.save(str(folder / "tokenizer.json"))
     config = {"bos_token": "<|begin|>", "eos_token": "<|endoftext|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder

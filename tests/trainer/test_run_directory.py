@@ -60,8 +60,7 @@ def test_new_directory_holds_the_record(tmp_path: Path) -> None:
     assert (run.path / "dirty.patch").read_bytes() == b"patch"
     assert json.loads((run.path / "environment.json").read_text()) == {"git_dirty": True}
     assert not (run.path / "DONE").exists() and not (run.path / "FAILED").exists()
-    run.add_to_record(warnings=["slow path"])
-    assert json.loads((run.path / "run.json").read_text()) == {**record, "warnings": ["slow path"]}
+    assert run.record == record
 
 
 def test_an_arm_is_named(tmp_path: Path) -> None:
@@ -173,6 +172,7 @@ def test_a_kill_at_any_point_of_opening_loses_nothing(tmp_path: Path, monkeypatc
         first = open_it(resolved, attempt=1)
         (path / "metrics.jsonl").write_text("old")
         (path / "checkpoint").mkdir()
+        (path / "evaluations").mkdir()
         first.finish("failed", steps=1)
         left = [survive]
 
@@ -203,7 +203,8 @@ def test_a_kill_at_any_point_of_opening_loses_nothing(tmp_path: Path, monkeypatc
         old = content(path / "attempts" / "1")
         assert {"metrics.jsonl", "config.toml", "run.json", "environment.json", "dirty.patch", "FAILED"} <= set(old)
         assert json.loads(old["run.json"])["attempt"] == 1
-        assert (path / "checkpoint").is_dir() and not (path / "metrics.jsonl").exists()
+        assert (path / "checkpoint").is_dir() and (path / "evaluations").is_dir()
+        assert not (path / "metrics.jsonl").exists()
         assert not (path / "FAILED").exists()
         if not killed:
             break
