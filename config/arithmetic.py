@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import prod
 
@@ -30,11 +31,15 @@ class Tensor:
         return self.numel * self.met[0] // self.met[1]
 
 
-def tensors(shape: ModelShape) -> list[Tensor]:
-    """Every parameter of the decoder, equal ones of all layers together. A tied head is not a parameter of its own."""
-    d, hidden, layers = shape.dim, shape.hidden_dim, shape.n_layers
+def tensors(shape: ModelShape, held: Collection[int] | None = None) -> list[Tensor]:
+    """Every parameter of the decoder, equal ones of all layers together. A tied head is not a parameter of its own.
+
+    ``held``: indices of the layers that count; None: all.
+    """
+    held = range(shape.n_layers) if held is None else held
+    d, hidden, layers = shape.dim, shape.hidden_dim, len(held)
     q, kv = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
-    sparse = sum(shape.moe.has_experts(i) for i in range(layers)) if shape.moe else 0
+    sparse = sum(shape.moe.has_experts(i) for i in held) if shape.moe else 0
     found = [
         Tensor("embedding", "embedding", (shape.vocab_size, d), cut=0),
         Tensor("attention query", "linear", (q, d), layers, cut=0),

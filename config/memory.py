@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 from config.arithmetic import tensors
@@ -76,15 +76,16 @@ def zero_table(
 def _local_shapes(
     shape: ModelShape, tensor_degree: int, modules: Collection[str] | None = None
 ) -> list[tuple[int, ...]]:
-    """Every parameter as one rank of a tensor-parallel group holds it; of a dense model's ``modules``, if given."""
+    """Every parameter as one rank of a tensor-parallel group holds it; of ``modules`` alone, if given."""
     ends = {"embedding": 1, "final norm": 1, "head": 1}
+    held = None
     if modules is not None:
-        shape = replace(shape, n_layers=sum(name.startswith("layers.") for name in modules))
+        held = [int(name.removeprefix("layers.")) for name in modules if name.startswith("layers.")]
         ends = {"embedding": "tok_embeddings" in modules, "final norm": "norm" in modules, "head": "output" in modules}
         if shape.enable_weight_tying:  # the stage of the head holds the matrix as well
             ends["embedding"] += ends["head"]
     found = []
-    for tensor in tensors(shape):
+    for tensor in tensors(shape, held):
         local = tuple(n // tensor_degree if i == tensor.cut else n for i, n in enumerate(tensor.shape))
         found += [local] * (tensor.count * ends.get(tensor.role, 1))
     return found

@@ -1,7 +1,38 @@
 """Pipelines that are refused. Rules of stages and micro-batches, with their numbers, are in config/pipeline.py."""
 
 from config.pipeline import reshard_after_forward
-from config.refusal import Refusal, pipelined, together, zero_bubble
+from config.refusal import Refusal, Said, pipelined, together, zero_bubble
+from config.schema import Config
+from config.shapes import ModelShape
+
+
+def _cut_groups(config: Config, shape: ModelShape, said: Said) -> str:
+    """Quote what experts compute over a whole micro-batch, where a pipeline's is not a local batch."""
+    section, moe = config.parallelism, config.moe
+    if (
+        not pipelined(config)
+        or shape.moe is None
+        or section.pipeline_parallel_schedule == "naive"
+        or section.pipeline_parallel_microbatch_size == config.training.local_batch_size
+    ):
+        return ""
+    over_groups = {
+        "moe.balance": moe.balance in ("aux_loss", "global_aux_loss", "sequence_aux_loss"),
+        "moe.quantile_preset": moe.balance == "quantile"
+        and (
+            moe.quantile_preset == "megatron"
+            or (moe.quantile_preset, moe.quantile_pool) == ("custom", "microbatch_mean")
+        ),
+        "moe.extra_sequence_coeff": moe.balance in ("bias_sign", "bias_proportional", "quantile")
+        and moe.extra_sequence_coeff > 0,
+        "moe.z_loss_coeff": moe.z_loss_coeff > 0,
+        "moe.capacity": moe.capacity != "none",
+        "moe.routing": moe.routing == "expert_choice",
+    }
+    found = [said(key) for key, is_over in over_groups.items() if is_over]
+    size = said("parallelism.pipeline_parallel_microbatch_size")
+    return f"{' and '.join(found)} with {size} and {said('training.local_batch_size')}" if found else ""
+
 
 PIPELINE = (
     Refusal(
@@ -39,14 +70,10 @@ PIPELINE = (
         ),
     ),
     Refusal(
-        "pipeline with experts",
-        "loads and balance losses are summed and reported over all ranks, of which each would hold other layers. Set"
-        " pipeline_parallel_degree = 1.",
-        together(
-            lambda config, shape: pipelined(config) and shape.moe is not None,
-            "pipeline_parallel_degree",
-            "model.flavor",
-        ),
+        "pipeline that cuts a balance group",
+        "it is taken over a whole local batch and is not the mean of what its pieces give, so a piece by itself would"
+        " train another model. Set pipeline_parallel_microbatch_size to training.local_batch_size.",
+        _cut_groups,
     ),
     Refusal(
         "pipeline with exact global load",

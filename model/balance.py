@@ -56,7 +56,7 @@ class Balance(nn.Module):
 
     def __init__(self, shape: MoEShape, moe: Moe, noise_seed: int, layer: int):
         super().__init__()
-        self.shape, self.moe = shape, moe
+        self.shape, self.moe, self.layer = shape, moe, layer
         self.key = noise_key(noise_seed, f"layers.{layer}.moe")
         self.rule = quantile.quantile_rule(moe) if moe.balance == "quantile" else None
         self.choose_by = self.rule.score if self.rule else "score"

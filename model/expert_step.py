@@ -1,14 +1,14 @@
 """What a training step does for a model's experts, around its micro-batches."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import nn
 
 from config.schema import Moe
+from config.shapes import ModelShape
 from model.balance import AllReduce, balances
-from model.decoder import Decoder
 from model.load_statistics import RoutingProbe, moe_metrics
 from model.moe import begin_step, sum_global_counts, token_numbers, update_balance
 
@@ -17,31 +17,74 @@ class ExpertStep:
     """Coefficients before a step, counts during it, one update after it.
 
     Args:
-        model: with at least one MoE layer.
+        model: whole, or this rank's pipeline stages, which need not hold a MoE layer.
         moe: the [moe] section.
+        shape: of the whole model; it has experts.
         total_steps: of the run, for schedules.
         data_ranks: ranks that hold different tokens.
-        all_reduce: sums over them.
+        sum_over_batch: sums over them; they hold the same layers.
+        sum_over_stages: sums over the ranks that hold other layers and the same tokens.
     """
 
-    def __init__(self, model: Decoder, moe: Moe, *, total_steps: int, data_ranks: int, all_reduce: AllReduce):
-        self.model, self.total_steps, self.data_ranks, self.all_reduce = model, total_steps, data_ranks, all_reduce
-        self.moe = moe
+    def __init__(
+        self,
+        model: nn.Module,
+        moe: Moe,
+        shape: ModelShape,
+        *,
+        total_steps: int,
+        data_ranks: int,
+        sum_over_batch: AllReduce,
+        sum_over_stages: AllReduce = lambda x: x,
+    ):
+        assert shape.moe is not None
+        self.model, self.moe, self.total_steps, self.data_ranks = model, moe, total_steps, data_ranks
+        self.sum_over_batch, self.sum_over_stages = sum_over_batch, sum_over_stages
+        self.layers = [i for i in range(shape.n_layers) if shape.moe.has_experts(i)]
+        self.num_experts = shape.moe.num_experts
+        self.loads = torch.zeros(len(self.layers), self.num_experts, dtype=torch.int64)
+        """int64 (layers, E) of the whole model, dense layers left out: assignments of the step last reported."""
         self.probe: RoutingProbe | None = None
         self.exact = moe.balance == "global_aux_loss" and moe.f_source == "exact"
         if data_ranks > 1:
             for balance in balances(model).values():
-                balance.reduce_running = all_reduce
+                balance.reduce_running = sum_over_batch
 
-    def report(self, micro_batch: Any, precision: Callable[[], AbstractContextManager[None]]) -> dict[str, float]:
-        """Tags of a log step (:func:`model.load_statistics.moe_metrics`, and the churn). Every rank calls it.
+    def report(self, micro_batch: Any, forward: Callable[[Any], object]) -> dict[str, float]:
+        """Tags of a log step (:func:`model.load_statistics.moe_metrics`, and the churn). Every rank calls it, and has
+        them for all layers of the model.
 
-        The first ``micro_batch`` it is given is the fixed batch that churn is measured on.
+        The first ``micro_batch`` it is given is the fixed batch that churn is measured on. ``forward`` runs one through
+        all layers. Waits for the device.
         """
         if self.probe is None:
-            self.probe = RoutingProbe(self.model, micro_batch.tokens.to(self.model.rope.device), precision)
-        values = moe_metrics(self.model, self.all_reduce, per_layer=self.moe.log_per_layer)
-        return values | self.probe.churn(self.all_reduce, self.data_ranks)
+            self.probe = RoutingProbe(self.model, lambda: forward(micro_batch))
+        self.loads = self.all_loads()
+        measured = self.sum_over_stages(self.sum_over_batch(self._of_all_layers("measured", 5, torch.float32)))
+        for balance in balances(self.model).values():
+            balance.measured.zero_()
+        values = moe_metrics(
+            self.loads,
+            measured.cpu(),
+            self.layers,
+            capacity=self.moe.capacity != "none",
+            per_layer=self.moe.log_per_layer,
+        )
+        return values | self.probe.churn(lambda x: self.sum_over_stages(self.sum_over_batch(x)))
+
+    def all_loads(self) -> torch.Tensor:
+        """int64 (layers, E) on the CPU: assignments of the latest step in each layer of the model, over all ranks.
+
+        Every rank calls it.
+        """
+        return self.sum_over_stages(self._of_all_layers("load", self.num_experts, torch.int64)).cpu()
+
+    def _of_all_layers(self, buffer: str, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """(layers of the whole model, width): ``buffer`` of each layer on this rank, zero for those elsewhere."""
+        rows = torch.zeros(len(self.layers), width, dtype=dtype, device=next(self.model.parameters()).device)
+        for balance in balances(self.model).values():
+            rows[self.layers.index(balance.layer)] = getattr(balance, buffer)
+        return rows
 
     def numbers(self, labels: torch.Tensor, sample_ids: list[int]) -> torch.Tensor:
         """The tokens of a micro-batch, numbered as :func:`model.moe.token_numbers` does."""
@@ -54,11 +97,11 @@ class ExpertStep:
         if self.exact:
             for micro_batch in micro_batches:
                 route(micro_batch)
-            sum_global_counts(self.model, self.all_reduce)
+            sum_global_counts(self.model, self.sum_over_batch)
 
     def end(self, step: int) -> None:
         """After the optimizer's step."""
-        update_balance(self.model, step, self.all_reduce)
+        update_balance(self.model, step, self.sum_over_batch)
 
     def drop(self) -> None:
         """Forget a step that was not taken."""

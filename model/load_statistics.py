@@ -3,12 +3,11 @@ are.
 """
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 
 import torch
 
-from model.balance import AllReduce, Observation, balances
+from model.balance import AllReduce, Observation
 from model.decoder import Decoder
 
 
@@ -50,27 +49,25 @@ def noise_violation(tokens: int, num_experts: int, top_k: int) -> float:
     return quantile * math.sqrt((1 - top_k / num_experts) / mean)
 
 
-def loads(model: torch.nn.Module) -> torch.Tensor:
-    """int64 (layers, E): assignments of the last step, over all ranks. Layers in order, dense ones left out."""
-    return torch.stack([b.load for b in balances(model).values()])
+def moe_metrics(
+    counts: torch.Tensor, measured: torch.Tensor, layers: Sequence[int], *, capacity: bool, per_layer: bool = False
+) -> dict[str, float]:
+    """What a log step reports of all MoE layers, wherever they are held.
 
+    Args:
+        counts: int64 (layers, E) on the CPU, assignments of the last step over all ranks.
+        measured: (layers, 5) on the CPU, sums over all ranks of :attr:`model.balance.Observation.measures` since the
+            last report, and how many were summed.
+        layers: global index of each row.
+        capacity: whether assignments may be dropped.
 
-def moe_metrics(model: torch.nn.Module, all_reduce: AllReduce, *, per_layer: bool = False) -> dict[str, float]:
-    """What a log step reports, from the last step's counts and the means since the last call. Every rank calls it.
-
-    Waits for the device. Tags: ``moe/max_violation`` and ``moe/mean_violation`` (MaxVio over layers),
-    ``moe/load_variation`` (mean over layers), ``moe/effective_experts`` (smallest layer), ``moe/dead_experts`` (all
-    layers), ``moe/aux_loss``, ``moe/z_loss`` (without coefficients, means over layers), ``moe/router_entropy`` (nats),
-    and with a capacity ``moe/dropped`` (share). With ``per_layer`` MaxVio, dead experts and losses of each layer too.
+    Tags: ``moe/max_violation`` and ``moe/mean_violation`` (MaxVio over layers), ``moe/load_variation`` (mean over
+    layers), ``moe/effective_experts`` (smallest layer), ``moe/dead_experts`` (all layers), ``moe/aux_loss``,
+    ``moe/z_loss`` (without coefficients, means over layers), ``moe/router_entropy`` (nats), and with a capacity
+    ``moe/dropped`` (share). With ``per_layer`` MaxVio, dead experts and losses of each layer too.
     """
-    found = balances(model)
-    if not found:
-        return {}
-    counts = loads(model).cpu()
-    sums = all_reduce(torch.stack([b.measured for b in found.values()])).double().cpu()
-    for balance in found.values():
-        balance.measured.zero_()
-    means = sums[:, :-1] / sums[:, -1:].clamp(min=1)
+    measured = measured.double()
+    means = measured[:, :-1] / measured[:, -1:].clamp(min=1)
     violations = max_violation(counts)
     names = ("moe/aux_loss", "moe/z_loss", "moe/router_entropy", "moe/dropped")
     values = {
@@ -81,11 +78,11 @@ def moe_metrics(model: torch.nn.Module, all_reduce: AllReduce, *, per_layer: boo
         "moe/dead_experts": float(dead_experts(counts).sum()),
         **{name: float(means[:, i].mean()) for i, name in enumerate(names)},
     }
-    if next(iter(found.values())).moe.capacity == "none":
+    if not capacity:
         del values["moe/dropped"]
     if per_layer:
-        for row, name in enumerate(found):
-            layer = f"moe_layers/{name.split('.')[1]}"
+        for row, index in enumerate(layers):
+            layer = f"moe_layers/{index}"
             values[f"{layer}/max_violation"] = float(violations[row])
             values[f"{layer}/dead_experts"] = float(dead_experts(counts[row]))
             values[f"{layer}/aux_loss"] = float(means[row, 0])
@@ -97,41 +94,44 @@ class RoutingProbe:
     """How much the choice of experts for a fixed batch changes between log steps.
 
     Args:
-        model: in any mode; it is put into evaluation mode meanwhile, without gradients.
-        tokens: int64 (B, S), the batch of this rank.
-        precision: makes the context of a forward pass.
+        model: whole, or a rank's pipeline stages; it is put into evaluation mode meanwhile, without gradients.
+        forward: runs the batch through all layers. Every rank calls it alike.
     """
 
-    def __init__(self, model: Decoder, tokens: torch.Tensor, precision: Callable[[], AbstractContextManager[None]]):
-        self.model, self.tokens, self.precision = model, tokens, precision
-        self.last: torch.Tensor | None = None
+    def __init__(self, model: torch.nn.Module, forward: Callable[[], object]):
+        self.model, self.forward = model, forward
+        self.last: list[torch.Tensor] | None = None
 
     @torch.no_grad()
-    def churn(self, all_reduce: AllReduce, ranks: int) -> dict[str, float]:
+    def churn(self, all_reduce: AllReduce) -> dict[str, float]:
         """``moe/churn``: share of (token, expert) pairs that the last call had and this one has not, over layers and
         ranks.
 
-        Nothing at the first call. Every rank calls it.
+        Nothing at the first call. Every rank calls it. ``all_reduce`` sums over ranks with other tokens or layers.
         """
-        chosen: list[torch.Tensor] = []
+        now: list[torch.Tensor] = []
 
         def listen(layer: str, seen: Observation) -> None:
-            experts = self.model.layers[layer].moe.balance.shape.num_experts
+            experts = len(seen.counts)
             pairs = seen.experts.new_zeros(len(seen.experts), experts + 1, dtype=torch.bool)
-            chosen.append(pairs.scatter(1, seen.experts, True)[:, :experts])
+            now.append(pairs.scatter(1, seen.experts, True)[:, :experts])
 
+        parts = [module for module in self.model.modules() if isinstance(module, Decoder)]
         training = self.model.training
         self.model.eval()
-        self.model.on_observation = listen
+        for part in parts:
+            part.on_observation = listen
         try:
-            with self.precision():
-                self.model(self.tokens)
+            self.forward()
         finally:
-            self.model.on_observation = None
+            for part in parts:
+                part.on_observation = None
             self.model.train(training)
-        now, before = torch.stack(chosen), self.last
-        self.last = now
+        before, self.last = self.last, now
         if before is None:
             return {}
-        lost = (before & ~now).sum() / before.sum().clamp(min=1)
-        return {"moe/churn": float(all_reduce(lost.double()[None])) / ranks}
+        totals = torch.zeros(2, dtype=torch.float64, device=next(self.model.parameters()).device)
+        for old, new in zip(before, now, strict=True):
+            totals += torch.stack([(old & ~new).sum(), old.sum()])
+        lost, held = all_reduce(totals).tolist()
+        return {"moe/churn": lost / max(1.0, held)}

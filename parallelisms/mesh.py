@@ -80,12 +80,26 @@ class Mesh:
 
         A pipeline stage without the loss holds zero. ``x`` itself is kept.
         """
-        if self.loss_mesh is None:
-            return x
-        total = x.clone()
-        dist.all_reduce(total, group=self.loss_mesh.get_group())
-        return total
+        return _summed(x, self.loss_mesh)
+
+    def sum_over_batch(self, x: torch.Tensor) -> torch.Tensor:
+        """Elementwise sum of ``x``, a count of tokens by the layers held here, over the ranks that hold the same layers
+        and read other samples. ``x`` itself is kept.
+        """
+        return _summed(x, self.dp_mesh)
+
+    def sum_over_stages(self, x: torch.Tensor) -> torch.Tensor:
+        """Elementwise sum of ``x`` over the ranks that hold other layers and read the same samples. ``x`` is kept."""
+        return _summed(x, self.pp_mesh)
 
     def describe(self) -> dict[str, int]:
         """Axis -> ranks along it."""
         return {axis: getattr(self, axis) for axis in AXES}
+
+
+def _summed(x: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
+    if mesh is None:
+        return x
+    total = x.clone()
+    dist.all_reduce(total, group=mesh.get_group())
+    return total

@@ -15,6 +15,7 @@ import contextlib
 import copy
 import hashlib
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from config.schema import Config
 from config.world import mesh_degrees
 from data.build import build_data
 from parallelisms.mesh import Mesh
-from parallelisms.names import named_parameters
+from parallelisms.names import named_parameters, plain_name
 from tests import parity_table, ranks
 
 TOLERANCE = 1e-5
@@ -49,6 +50,9 @@ class Trace:
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     weights: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    """After each update; the balancing state of experts too."""
+    loads: list[list[list[int]]] = field(default_factory=list)
+    """Of each step, layers x experts, where there are any."""
 
 
 @dataclass
@@ -117,12 +121,19 @@ def _train(config: Config, steps: int) -> Trace:
             result.norms.append(float(step.clip()))
             step.update(batch)
             with _gathered(model):
-                result.weights.append(_full(dict(named_parameters(model)), mesh))
+                result.weights.append(_full(dict(named_parameters(model)) | _balancing_state(model), mesh))
+            if step.experts is not None:
+                result.loads.append(step.experts.all_loads().tolist())
             result.losses.append(float(mesh.sum_over_data(loss_sum)) / batch.global_valid_tokens)
         pipeline.close()
     finally:
         torch.set_default_dtype(default)
     return result
+
+
+def _balancing_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    kept = ("balance.bias", "balance.previous_counts")
+    return {plain_name(n): b.to(torch.get_default_dtype()) for n, b in model.named_buffers() if n.endswith(kept)}
 
 
 def _gathered(model: nn.Module, *, with_grads: bool = False) -> contextlib.AbstractContextManager[None]:
@@ -187,6 +198,9 @@ def compare(a: Trace, b: Trace, tolerance: float = TOLERANCE) -> Report:
         x, y = a.initial.get(name), b.initial.get(name)
         if x is None or y is None or not torch.equal(x, y):
             fail(f"initial weights: {name} is not bit-identical")
+    for step, (x, y) in enumerate(zip_longest(a.loads, b.loads), 1):
+        if x != y:
+            fail(f"step {step}: expert loads {y}, reference {x}")
     for i in range(len(a.losses)):
         scalar("loss", i + 1, a.losses[i], b.losses[i])
         for name, x in a.gradients[i].items():

@@ -49,9 +49,10 @@ Accept = Callable[[StepBatch, StepResult], bool]
 class ExpertStep(Protocol):
     """What a step does for a model with experts (model/expert_step.py)."""
 
-    def report(
-        self, micro_batch: Any, precision: Callable[[], contextlib.AbstractContextManager[None]]
-    ) -> dict[str, float]: ...
+    @property
+    def loads(self) -> torch.Tensor: ...
+
+    def report(self, micro_batch: Any, forward: Callable[[Any], object]) -> dict[str, float]: ...
 
     def numbers(self, labels: torch.Tensor, sample_ids: list[int]) -> torch.Tensor: ...
 

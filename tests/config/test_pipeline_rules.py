@@ -12,6 +12,8 @@ from config.schema import Parallelism
 from config.world import check_world, derived, mesh_degrees
 from tests.config.refusal import refusal
 
+EXPERTS = {"model.name": "moe", "model.flavor": "debug_moe"}
+
 
 def section(degree: int, schedule: str = "1F1B", **changes) -> Parallelism:
     return Parallelism(
@@ -92,7 +94,20 @@ def test_explicit_stages_are_taken_as_they_are():
             'fsdp_reshard_after_forward = "always" (command line)',
         ),
         ({"schedule": "DualPipeV", "compile.enable": "true"}, "a compiled block is one node of it (torchtitan #3584)"),
-        ({"model.name": "moe", "model.flavor": "debug_moe"}, "of which each would hold other layers"),
+        (
+            EXPERTS | {"moe.z_loss_coeff": 0.001},
+            'moe.balance = "aux_loss" (default) and moe.z_loss_coeff = 0.001 (command line) with'
+            " parallelism.pipeline_parallel_microbatch_size = 1 (default) and training.local_batch_size = 4 (command"
+            " line): it is taken over a whole local batch",
+        ),
+        (EXPERTS | {"moe.balance": "quantile", "moe.quantile_preset": "megatron"}, "moe.quantile_preset ="),
+        (EXPERTS | {"moe.balance": "bias_sign", "moe.extra_sequence_coeff": 0.1}, "moe.extra_sequence_coeff ="),
+        (EXPERTS | {"moe.balance": "none", "moe.capacity": "score"}, "moe.capacity ="),
+        (EXPERTS | {"moe.balance": "none", "moe.routing": "expert_choice"}, "moe.routing ="),
+        (
+            EXPERTS | {"moe.balance": "global_aux_loss", "moe.f_source": "exact", "microbatch_size": 4},
+            "the load comes from a forward pass of the whole model",
+        ),
         ({"parallelism.fsdp_version": 1}, "legacy arm for data parallelism alone"),
     ],
 )

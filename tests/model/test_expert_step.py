@@ -1,6 +1,3 @@
-import contextlib
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -11,7 +8,7 @@ from tests.model.test_moe import backward, batch, counts, model_with
 
 
 def step_of(model, moe: Moe, ranks: int = 1, all_reduce=lambda x: x) -> ExpertStep:
-    return ExpertStep(model, moe, total_steps=10, data_ranks=ranks, all_reduce=all_reduce)
+    return ExpertStep(model, moe, model.shape, total_steps=10, data_ranks=ranks, sum_over_batch=all_reduce)
 
 
 def never(micro_batch) -> None:
@@ -74,8 +71,28 @@ def test_a_report_has_churn_from_the_second_time_on():
     experts = step_of(model, Moe())
     backward(model, *batch())
     experts.end(1)
-    fixed = SimpleNamespace(tokens=batch()[0])
-    first = experts.report(fixed, contextlib.nullcontext)
-    second = experts.report(SimpleNamespace(tokens=batch(seed=9)[0]), contextlib.nullcontext)
+    first = experts.report(batch()[0], model)
+    second = experts.report(batch(seed=9)[0], model)
     assert "moe/churn" not in first and second["moe/churn"] == 0.0, "always of the first batch"
     assert first["moe/max_violation"] == second["moe/max_violation"] > 0
+    assert first["moe/aux_loss"] > 0 and second["moe/aux_loss"] == 0.0, "means start anew after each report"
+    assert experts.loads.tolist() == [b.load.tolist() for b in balances(model).values()]
+
+
+def test_a_rank_that_holds_some_of_the_layers_reports_all_of_them():
+    """Pipeline stages: one holds layer 1, the other layer 2 and a dense one; each adds what the other has."""
+    reports, steps = {}, {}
+    for held in ("12", "1", "2"):
+        model = model_with(balance="aux_loss", log_per_layer=True)
+        backward(model, *batch())
+        for name in {"0", "1", "2"} - set(held):
+            if held != "12":
+                delattr(model.layers, name)
+        steps[held] = step_of(model, Moe(log_per_layer=True))
+        steps[held].end(1)
+        if held == "12":
+            reports[held] = steps[held].report(batch()[0], model)
+    theirs = iter([steps["2"]._of_all_layers(b, w, t) for b, w, t in (("load", 8, torch.int64), ("measured", 5, None))])
+    steps["1"].sum_over_stages = lambda mine: mine + next(theirs, 0)
+    assert steps["1"].report(None, lambda _: None) == reports["12"]
+    assert torch.equal(steps["1"].loads, steps["12"].loads) and steps["1"].loads.any(1).all()

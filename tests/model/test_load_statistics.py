@@ -1,4 +1,3 @@
-import contextlib
 import math
 
 import pytest
@@ -13,7 +12,6 @@ from model.load_statistics import (
     noise_violation,
     variation,
 )
-from model.moe import update_balance
 from tests.model.test_moe import backward, batch, model_with
 
 CASES = {
@@ -50,30 +48,31 @@ def test_the_noise_floor_is_the_published_one(tokens, busiest):
 def test_metrics_are_of_the_last_step_and_at_most_ten():
     model = model_with(balance="aux_loss", z_loss_coeff=1e-3, capacity="score", capacity_factor=0.5)
     backward(model, *batch())
-    counts = torch.stack([b.counts.clone() for b in (m.moe.balance for m in (model.layers["1"], model.layers["2"]))])
-    update_balance(model, 1)
-    values = moe_metrics(model, lambda x: x)
+    balances = [model.layers[i].moe.balance for i in ("1", "2")]
+    counts, measured = (torch.stack([getattr(b, name).clone() for b in balances]) for name in ("counts", "measured"))
+    values = moe_metrics(counts, measured, [1, 2], capacity=True)
     assert len(values) <= 9, "churn is the tenth"
     assert values["moe/max_violation"] == pytest.approx(float(max_violation(counts).max()))
     assert values["moe/mean_violation"] == pytest.approx(float(max_violation(counts).mean()))
     assert 0.9 < values["moe/aux_loss"] < 4.0 and values["moe/z_loss"] > 0
     assert 0.0 < values["moe/router_entropy"] <= math.log(8) and 0.3 < values["moe/dropped"] < 1.0
-    assert moe_metrics(model, lambda x: x)["moe/aux_loss"] == 0.0, "means start anew after each report"
-    assert "moe_layers/2/max_violation" in moe_metrics(model, lambda x: x, per_layer=True)
+    layered = moe_metrics(counts, measured, [1, 2], capacity=False, per_layer=True)
+    assert "moe/dropped" not in layered
+    assert layered["moe_layers/2/max_violation"] == pytest.approx(float(max_violation(counts[1])))
 
 
 def test_churn_is_zero_for_the_same_weights_and_one_for_a_disjoint_choice():
     model = model_with(balance="bias_sign", gumbel_tau=1.0)
-    probe = RoutingProbe(model, batch()[0], contextlib.nullcontext)
-    assert probe.churn(lambda x: x, 1) == {}
-    assert probe.churn(lambda x: x, 1) == {"moe/churn": 0.0}
+    probe = RoutingProbe(model, lambda: model(batch()[0]))
+    assert probe.churn(lambda x: x) == {}
+    assert probe.churn(lambda x: x) == {"moe/churn": 0.0}
     for layer in ("1", "2"):
         before = model.layers[layer].moe.balance.bias
         before[:2] += 10.0
-    probe.churn(lambda x: x, 1)
+    probe.churn(lambda x: x)
     for layer in ("1", "2"):
         bias = model.layers[layer].moe.balance.bias
         bias[:2] -= 20.0
         bias[4:6] += 10.0
-    assert probe.churn(lambda x: x, 1) == {"moe/churn": 1.0}
+    assert probe.churn(lambda x: x) == {"moe/churn": 1.0}
     assert model.training and not model.layers["1"].moe.balance.counts.any(), "a probe is not training"
