@@ -16,8 +16,35 @@ from config.shapes import RopeScaling as RopeScaling
 _LLAMA31 = RopeScaling(factor=8.0)
 _LLAMA32 = RopeScaling(factor=32.0)
 
+
+def _qwen3(dim: int, n_layers: int, n_heads: int, hidden_dim: int, *, tied: bool) -> ModelShape:
+    """What the dense models of arXiv 2505.09388 have in common: heads of 128 whatever the width, QK-norm."""
+    return ModelShape(
+        vocab_size=151_936,
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=8,
+        head_dim=128,
+        hidden_dim=hidden_dim,
+        max_seq_len=40_960,
+        rope_theta=1_000_000.0,
+        norm_eps=1e-6,
+        qk_norm=True,
+        enable_weight_tying=tied,
+    )
+
+
 FLAVORS: dict[str, dict[str, ModelShape]] = {
     "moe": MOE,
+    "qwen3": {
+        "0.6B": _qwen3(1024, 28, 16, 3072, tied=True),
+        "1.7B": _qwen3(2048, 28, 16, 6144, tied=True),
+        "4B": _qwen3(2560, 36, 32, 9728, tied=True),
+        "8B": _qwen3(4096, 36, 32, 12_288, tied=False),
+        "14B": _qwen3(5120, 40, 40, 17_408, tied=False),
+        "32B": _qwen3(5120, 64, 64, 25_600, tied=False),
+    },
     "llama3": {
         "debug": ModelShape(
             vocab_size=4096, dim=128, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=384, max_seq_len=2048

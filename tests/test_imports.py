@@ -23,6 +23,7 @@ ROOMS = {
     "train",
     "ablation_train",
     "benchmarks",
+    "interchange",
 }
 
 
@@ -48,6 +49,7 @@ TABLE = {
     ),
     "parallelisms": Rule(may=("config", "titan", "torch"), lazily=("torchao",)),
     "trainer": Rule(may=("config", "titan", "torch", "safetensors", "tomli"), lazily=("tensorboard", "triton")),
+    "interchange": Rule(may=("config", "model", "trainer", "torch", "safetensors", "tomli_w")),
     "titan": Rule(may=("config", "torchtitan")),
     "ablation_train": Rule(may=(), lazily=("config", "data", "trainer", "torch")),
 }

@@ -1,0 +1,1 @@
+"""Models in and out: Hugging Face folders (config.json, safetensors, tokenizer) and this trainer's checkpoints."""

@@ -1,0 +1,85 @@
+"""A shape in terms of [model] and [moe], and where two shapes are not of one model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+import tomli_w
+
+from config.errors import ConfigError
+from config.flavors import FLAVORS
+from config.keys import shown
+from config.schema import Model, Moe
+from config.shapes import ModelShape, MoEShape
+
+_FREE = ("model.max_seq_len", "moe.initial_skew")
+"""Fields that change no weight and no result."""
+
+
+def differences(one: ModelShape, other: ModelShape) -> Iterator[tuple[str, Any, Any]]:
+    """(key, value of one, value of the other) wherever weights of one do not give the same model in the other."""
+    a, b = _flat(one), _flat(other)
+    for key in {**a, **b}:
+        if a.get(key) != b.get(key) and key not in _FREE:
+            yield key, a.get(key), b.get(key)
+
+
+def _flat(shape: ModelShape) -> dict[str, Any]:
+    """Key -> value of all that matters in ``shape``."""
+    found = {f"model.{f.name}": getattr(shape, f.name) for f in fields(ModelShape) if f.name != "moe"}
+    if not shape.qk_norm:
+        del found["model.qk_norm_scope"]
+    if shape.moe is not None:
+        found |= {f"moe.{f.name}": getattr(shape.moe, f.name) for f in fields(MoEShape)}
+        if all(shape.moe.has_experts(i) for i in range(shape.n_layers)):
+            del found["model.hidden_dim"]  # no layer is dense
+    return found
+
+
+def check_same(folder: str, theirs: ModelShape, ours: ModelShape) -> None:
+    """That weights of ``theirs`` fit ``ours`` and mean the same there.
+
+    Raises:
+        ConfigError: every key that differs, a line each.
+    """
+    found = [
+        f"checkpoint.initial_load_path = {shown(folder)}: {key} is {shown(a)} there, {shown(b)} in this configuration"
+        for key, a, b in differences(theirs, ours)
+    ]
+    if found:
+        way_out = f"`python -m interchange import {folder} OUT` writes the [model] section that fits."
+        raise ConfigError("\n".join([*found, way_out]))
+
+
+def model_toml(shape: ModelShape) -> str:
+    """[model], and [moe] for a shape with experts: the nearest flavor and what differs from it.
+
+    Raises:
+        ConfigError: no flavor has a value that has no key, such as the rotary scaling.
+    """
+    keys = {f"model.{f.name}" for f in fields(Model)} | {f"moe.{f.name}" for f in fields(Moe)}
+    best: tuple[str, str, dict[str, Any]] | None = None
+    beyond: set[str] = set()
+    for name, flavors in FLAVORS.items():
+        for flavor, known in flavors.items():
+            if (known.moe is None) != (shape.moe is None):
+                continue
+            changed = {key: value for key, value, _ in differences(shape, known)}
+            if shape.max_seq_len != known.max_seq_len:
+                changed["model.max_seq_len"] = shape.max_seq_len
+            if changed.keys() - keys:
+                beyond |= changed.keys() - keys
+            elif best is None or len(changed) < len(best[2]):
+                best = (name, flavor, changed)
+    if best is None:
+        raise ConfigError(f"No flavor has {', '.join(sorted(beyond))} of this model, which [model] cannot set.")
+    name, flavor, changed = best
+    if "model.head_dim" not in changed and changed.keys() & {"model.dim", "model.n_heads"}:
+        changed["model.head_dim"] = shape.head_dim  # else it would follow dim / n_heads
+    tables: dict[str, dict[str, Any]] = {"model": {"name": name, "flavor": flavor}}
+    for key, value in changed.items():
+        section, field = key.split(".")
+        tables.setdefault(section, {})[field] = value
+    return tomli_w.dumps(tables)
