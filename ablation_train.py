@@ -244,13 +244,16 @@ def _check_ranks(resolved: Resolved, launch: Launch) -> None:
     """
     import torch
 
+    from config.layouts import check_layout_on
     from config.world import check_devices, derived
     from data.build import build_data
     from trainer.run_directory import run_directory_state
 
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     available = torch.cuda.device_count()
-    check_devices(launch.ngpu, available, "cuda" if available else "cpu")
+    device = "cuda" if available else "cpu"
+    check_devices(launch.ngpu, available, device)
+    check_layout_on(resolved.config, device, torch.__version__)
     run_directory_state(resolved)
     degree = derived(resolved.config, launch.world_size)["data_parallel_degree"].value
     build_data(resolved.config, dp_rank=0, dp_degree=degree).close()

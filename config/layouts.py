@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from config.errors import ConfigError
 from config.flavors import resolve_shape
+from config.profiling_rules import check_profiling_on
 from config.refusal import Said
 from config.refused_layouts import REFUSED
 from config.schema import Config
@@ -31,8 +32,10 @@ def check_layout_on(config: Config, device: str, torch_version: str) -> None:
     """Check what only the machine can tell. ``device``: "cpu" or "cuda".
 
     Raises:
-        ConfigError: asynchronous tensor parallelism without a GPU; compiled float32 experts on an older torch.
+        ConfigError: asynchronous tensor parallelism or memory snapshots without a GPU; compiled float32 experts on an
+            older torch.
     """
+    check_profiling_on(config, device)
     if config.parallelism.enable_async_tensor_parallel and device != "cuda":
         raise ConfigError(
             "parallelism.enable_async_tensor_parallel = true, and this machine has no GPU: torch overlaps through"

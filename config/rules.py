@@ -16,6 +16,7 @@ from config.keys import all_keys, checked, did_you_mean, shown, unknown_key
 from config.layouts import layout_notes, layout_rules
 from config.moe_rules import moe_notes, moe_rules
 from config.pipeline import pipeline_rules
+from config.profiling_rules import profiling_notes, profiling_rules
 from config.schema import Config
 
 COMPILE_BACKENDS = ("inductor", "eager", "aot_eager", "aot_eager_decomp_partition", "cudagraphs")
@@ -72,10 +73,17 @@ def check(config: Config, origins: dict[str, str]) -> list[str]:
         *_data_rules(config, shape, said),
         *pipeline_rules(config, shape, None, said),
         *_option_rules(config, said),
+        *profiling_rules(config, said),
     ]
     if broken:
         raise ConfigError("\n".join(broken))
-    return [*layout_notes(config), *_schedule_notes(config), *_moe_notes(config, shape), *moe_notes(config, shape)]
+    return [
+        *layout_notes(config),
+        *_schedule_notes(config),
+        *_moe_notes(config, shape),
+        *moe_notes(config, shape),
+        *profiling_notes(config),
+    ]
 
 
 def _model_rules(config: Config, shape: ModelShape, said: Said) -> Iterator[str]:

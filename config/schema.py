@@ -16,6 +16,7 @@ from config.ablation_schema import Decide as Decide
 from config.field import key
 from config.moe_schema import Moe
 from config.parallelism_schema import Parallelism
+from config.profiling_schema import Profiling
 
 
 @dataclass
@@ -271,6 +272,7 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     compile: Compile = field(default_factory=Compile)
     validation: Validation = field(default_factory=Validation)
+    profiling: Profiling = field(default_factory=Profiling)
     metrics: Metrics = field(default_factory=Metrics)
     comm: Comm = field(default_factory=Comm)
     debug: Debug = field(default_factory=Debug)

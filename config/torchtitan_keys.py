@@ -19,8 +19,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "job.print_config": ((False,), "`python -m config show FILE` prints every value with its origin"),
     "job.save_config_file": (("",), "every run directory holds its configuration as config.toml"),
     "job.custom_config_module": (("",), "the configuration is config/schema.py; add the key there"),
-    "profiling.enable_profiling": ((False,), f"profiling is {_LATER}; set it to false"),
-    "profiling.enable_memory_snapshot": ((False,), f"memory snapshots are {_LATER}; set it to false"),
     "metrics.save_for_all_ranks": ((False,), "metrics are reduced over all ranks and written once"),
     "metrics.enable_wandb": (
         (False,),
@@ -90,16 +88,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 """Key -> (values that change nothing here and load with a note, why any other value is refused)."""
 
 FOLLOWS: dict[str, str] = {
-    **dict.fromkeys(
-        [
-            "profiling.save_traces_folder",
-            "profiling.profile_freq",
-            "profiling.profiler_active",
-            "profiling.profiler_warmup",
-        ],
-        "profiling.enable_profiling",
-    ),
-    "profiling.save_memory_snapshot_folder": "profiling.enable_memory_snapshot",
     **{
         f"{section}.dataloader.{name}": f"{section}.dataloader.num_workers"
         for section in ("training", "validation")

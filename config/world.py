@@ -11,6 +11,7 @@ from config.errors import ConfigError
 from config.flavors import resolve_shape
 from config.keys import shown
 from config.pipeline import micro_batches, pipeline_rules
+from config.profiling_rules import check_profiled_ranks
 from config.schema import Config
 
 DEGREES = {
@@ -121,6 +122,7 @@ def check_world(config: Config, world_size: int) -> dict[str, int]:
     broken = list(pipeline_rules(config, resolve_shape(config.model, config.moe), accumulation))
     if broken:
         raise ConfigError("\n".join(broken))
+    check_profiled_ranks(config, world_size)
     return degrees
 
 

@@ -10,7 +10,6 @@ from config.load import load_file
 from tests.config.refusal import refusal
 
 FILES = Path(__file__).parent / "torchtitan"
-NO_PROFILING = {"profiling.enable_profiling": False}
 
 
 def test_every_key_of_torchtitan_is_in_the_schema_or_known_here_and_in_one_place_only():
@@ -24,10 +23,11 @@ def test_what_follows_follows_a_key_that_is_judged():
     assert set(torchtitan_keys.FOLLOWS.values()) <= set(torchtitan_keys.REFUSED)
 
 
-def test_8b_loads_once_profiling_is_off():
-    resolved = load_file(FILES / "llama3_8b.toml", NO_PROFILING)
+def test_8b_loads():
+    resolved = load_file(FILES / "llama3_8b.toml")
     config = resolved.config
     assert (config.model.flavor, config.training.seq_len, config.optimizer.lr) == ("8B", 8192, 3e-4)
+    assert (config.profiling.enable_profiling, config.profiling.profile_freq) == (True, 100)
     assert (config.data.corpus, config.data.name, config.data.subset) == ("hf", "allenai/c4", "en")
     assert resolved.origins["data.name"] == "llama3_8b.toml, from training.dataset"
     (note,) = [n for n in resolved.notes if "torchtitan" in n]
@@ -48,8 +48,7 @@ def test_debug_loads_with_another_corpus():
     ("name", "overrides", "expected"),
     [
         ("llama3_debug", {}, ['training.dataset = "c4_test": torchtitan\'s 2,000 test documents are not part']),
-        ("llama3_8b", {}, ["profiling.enable_profiling = true: profiling is not available in this version"]),
-        ("llama3_405b", NO_PROFILING, ['model.converters = ["float8"]: model converters']),
+        ("llama3_405b", {}, ['model.converters = ["float8"]: model converters']),
     ],
 )
 def test_each_refused_key_of_the_others_says_why_and_nothing_else_is_refused(name, overrides, expected):
@@ -62,7 +61,7 @@ def test_each_refused_key_of_the_others_says_why_and_nothing_else_is_refused(nam
 
 @pytest.mark.parametrize("name", ["llama3_70b", "llama3_405b"])
 def test_the_others_load_without_what_was_refused(name):
-    off = NO_PROFILING | {"model.converters": []}
+    off = {"model.converters": []}
     config = load_file(FILES / f"{name}.toml", off).config
     assert config.activation_checkpoint.mode == "full"
     assert config.parallelism.tensor_parallel_degree == 8
