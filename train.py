@@ -51,11 +51,14 @@ from trainer.checkpoint import Checkpointer, step_to_continue
 from trainer.determinism import set_determinism
 from trainer.load_map import LoadMap
 from trainer.loss_watch import LossWatch, NonFiniteLoss
+from trainer.memory_snapshot import out_of_memory
 from trainer.metrics import Metrics
 from trainer.optimizer import build_optimizer
 from trainer.passes import Loss, Passes, Precision, Whole
+from trainer.profiling import Profiler
 from trainer.run_directory import TOKENIZER, RunDirectory, open_run_directory, run_directory_state
 from trainer.schedule import set_learning_rate
+from trainer.spans import CHECKPOINT, DATA, VALIDATION, span
 from trainer.step_timer import StepTimer
 from trainer.train_step import Accept, TrainStep
 from trainer.validation import validate
@@ -134,6 +137,7 @@ def build_pipeline(
         loss=loss,
         precision=precision,
         device=device,
+        span=span,
     )
 
 
@@ -193,11 +197,19 @@ def describe(resolved: Resolved, mesh: Mesh, pipeline: DataPipeline, device: tor
 
 
 def train(
-    config: Config, mesh: Mesh, device: torch.device, pipeline: DataPipeline, run: RunDirectory | None, watch: LossWatch
+    config: Config,
+    mesh: Mesh,
+    device: torch.device,
+    pipeline: DataPipeline,
+    run: RunDirectory | None,
+    watch: LossWatch,
+    profiler: Profiler,
 ) -> None:
     """Build everything and train to the last step. ``run`` is None on the ranks that write nothing."""
     set_determinism(enabled=config.debug.deterministic, warn_only=config.debug.deterministic_warn_only)
     process_group.join(mesh, device, timeout_seconds=config.comm.init_timeout_seconds)
+    run_dir = Path(process_group.from_first_rank("" if run is None else str(run.path)))
+    profiler.open(run_dir)
     steps, shape = config.training.steps, resolve_shape(config.model, config.moe)
     model = build_model(config, mesh, device)
     step_once = build_step(config, model, mesh, device, watch.accept)
@@ -213,7 +225,6 @@ def train(
 
     checkpointer = None
     if config.checkpoint.enable:
-        run_dir = Path(process_group.from_first_rank("" if run is None else str(run.path)))
         checkpointer = Checkpointer(
             run_dir / config.checkpoint.folder,
             config.checkpoint,
@@ -238,18 +249,25 @@ def train(
     timer = StepTimer(device, first_step=done + 1)
     timer.start()
     for step in range(done + 1, steps + 1):
-        with timer.waiting_for_data():
+        profiler.begin(step)
+        if reason := profiler.disturbs(step):
+            timer.exclude(reason)
+        with timer.waiting_for_data(), span(DATA):
             batch = pipeline.train.next_step()
         rate = set_learning_rate(
             step_once.optimizer, step - 1, config.optimizer.lr, config.lr_scheduler, config.training.steps
         )
         result = step_once(batch)
         timer.stop()
+        profile: dict[str, float] = {}
+        if profiler.ends(step):
+            with timer.paused():
+                profile = profiler.end(step)
         validation = None
         if held_out is not None and (step == steps or step % config.validation.freq == 0):
-            with timer.paused():
+            with timer.paused(), span(VALIDATION):
                 validation = evaluate()
-        if metrics.should_log(step) or validation is not None:
+        if metrics.should_log(step) or validation is not None or profile:
             with timer.paused():
                 loss, local_loss = watch.latest()
                 seen = {} if experts is None else experts.report(batch.micro_batches[0], step_once.forward)
@@ -263,10 +281,10 @@ def train(
                     lr=rate,
                     times=timer.collect(),
                     validation=validation,
-                    extra=watch.counts() | seen | step_once.passes.report(),
+                    extra=watch.counts() | seen | step_once.passes.report() | profile,
                 )
         if checkpointer is not None and checkpointer.due(step):
-            with timer.paused():
+            with timer.paused(), span(CHECKPOINT):
                 watch.latest()  # a step that is not finite is not saved
                 checkpointer.save(step)
         if step == done + 1:
@@ -325,17 +343,27 @@ def main(argv: list[str] | None = None) -> int:
 
     skip = config.training.nonfinite_loss == "skip"
     watch = LossWatch(mesh.sum_over_data, skip=skip, gather=process_group.gather)
+    profiler = Profiler(
+        config.profiling, steps=config.training.steps, rank=rank, device=device, gather=process_group.gather
+    )
     status: Literal["done", "failed"] = "failed"
     reason = ""
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        train(config, mesh, device, pipeline, run, watch)
+        train(config, mesh, device, pipeline, run, watch, profiler)
         status = "done"
     except KeyboardInterrupt:
         reason = "interrupted"
     except NonFiniteLoss as error:
         reason = str(error)
+    except torch.OutOfMemoryError as error:
+        reason = out_of_memory(error, step=profiler.step, rank=rank, device=device)
+        if profiler.snapshots is not None:
+            reason += f". Memory snapshot: {profiler.snapshots.write(f'iteration_{profiler.step}_exit')}"
+        if run is None:
+            print(reason, file=sys.stderr, flush=True)
+            time.sleep(SECONDS_TO_SPEAK)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         logger.exception("rank %d failed after step %d", rank, watch.step)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from parallelisms.mesh import Mesh
 from parallelisms.pipeline_split import Stages
-from parallelisms.pipeline_stage import BusyTime, Inputs, Stage
+from parallelisms.pipeline_stage import BusyTime, Inputs, Span, Stage
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ class Pipeline:
         hidden: a tensor on the meta device of the shape (micro-batch, sequence, dim) and dtype that stages exchange.
         loss: (logits, labels) -> the sum over valid tokens.
         precision: makes the context of a forward pass.
+        span: (name, detail) -> the context of a part of a step, for profiles.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Pipeline:
         loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         precision: Callable[[], AbstractContextManager[None]],
         device: torch.device,
+        span: Span,
     ):
         assert mesh.device_mesh is not None
         self.model, self.mesh, self.ranks, self.device = model, mesh, ranks, device
@@ -53,7 +55,7 @@ class Pipeline:
         self.loss, self.precision = loss, precision
         self.group = mesh.device_mesh["pp"].get_group()
         self.rank = self.group.rank()
-        self.busy = BusyTime(device)
+        self.busy, self.span = BusyTime(device, span), span
         self.schedules: dict[int, Any] = {}
         self.stages: list[Stage] = []
         self.valid_tokens = 1
@@ -94,8 +96,9 @@ class Pipeline:
                 schedule.step(target=torch.zeros(len(together)), return_outputs=False)
                 for stage in self.stages:
                     stage.micro_batches = []
-        self._sum_over_replicas()
-        self._sum_tied()
+        with self.span("backward", "sums over ranks"):
+            self._sum_over_replicas()
+            self._sum_tied()
         return self.total
 
     def report(self) -> dict[str, float]:

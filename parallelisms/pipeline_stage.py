@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ Inputs = dict[str, torch.Tensor]
 """tokens, labels and what else the model takes, of one micro-batch. Every rank along ``pp`` has it."""
 Compute = Callable[[nn.Module, Inputs, torch.Tensor | None], torch.Tensor]
 """(stage, inputs, hidden states from the stage before) -> hidden states, or the last stage's loss."""
+Span = Callable[[str, str], AbstractContextManager[None]]
+"""(name of a part of a step, detail) -> its context, in which profiles see it."""
 
 
 class Stage(PipelineStage):
@@ -70,24 +72,28 @@ class Stage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Forward pass of one micro-batch."""
         self.current = fwd_chunk_id
-        with self.busy.measured():
+        with self.busy.measured("forward", self._label(fwd_chunk_id)):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """Backward pass of one micro-batch, whole or for inputs alone."""
-        with self.busy.measured():
-            super().backward_one_chunk(*args, **kwargs)
+        with self.busy.measured("backward", self._label(bwd_chunk_id)):
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
-    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """Backward pass of one micro-batch for weights."""
-        with self.busy.measured():
-            super().backward_weight_one_chunk(*args, **kwargs)
+        with self.busy.measured("backward", f"{self._label(bwd_chunk_id)} weights"):
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def _label(self, micro_batch: int) -> str:
+        return f"stage {self.stage_index} micro-batch {micro_batch}"
 
 
 class BusyTime:
     """How long a rank computes in a step, on the device's own clock."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, span: Span):
+        self.span = span
         self.cuda = device.type == "cuda"
         self.passes: list[tuple[Any, Any]] = []
         self.whole: tuple[Any, Any] | None = None
@@ -103,10 +109,11 @@ class BusyTime:
         return begin.elapsed_time(end) / 1000 if self.cuda else end - begin
 
     @contextmanager
-    def measured(self) -> Iterator[None]:
-        """Around a pass of a stage."""
+    def measured(self, name: str, detail: str) -> Iterator[None]:
+        """Around a pass of a stage, ``name``."""
         begin = self._now()
-        yield
+        with self.span(name, detail):
+            yield
         self.passes.append((begin, self._now()))
 
     @contextmanager

@@ -30,12 +30,12 @@ def join(mesh: Mesh, device: torch.device, *, timeout_seconds: int) -> None:
     mesh.connect(device.type)
 
 
-def gather(names: list[str]) -> list[list[str]]:
-    """``names`` of every rank, in the order of the ranks; a collective."""
+def gather(value: T) -> list[T]:
+    """``value`` of every rank, in the order of the ranks; a collective."""
     if not dist.is_initialized():
-        return [names]
-    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, names)
+        return [value]
+    everyone = [value] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
     return everyone
 
 

@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from trainer.spans import BACKWARD, FORWARD, span
+
 Inputs = dict[str, torch.Tensor]
 """A micro-batch on the device: tokens and labels, and as the model takes them positions, document_ids, numbers."""
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -58,8 +60,10 @@ class Whole:
         total = torch.zeros((), device=micro_batches[0]["tokens"].device)
         for i, inputs in enumerate(micro_batches):
             self.set_gradient_sync(self.model, i == len(micro_batches) - 1)
-            loss_sum = self.forward(inputs)
-            (loss_sum / valid_tokens).backward()
+            with span(FORWARD, f"micro-batch {i}"):
+                loss_sum = self.forward(inputs)
+            with span(BACKWARD, f"micro-batch {i}"):
+                (loss_sum / valid_tokens).backward()
             total += loss_sum.detach()
         return total
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from trainer.passes import Inputs, Passes
+from trainer.spans import OPTIMIZER, span
 
 
 class MicroBatch(Protocol):
@@ -124,11 +125,13 @@ class TrainStep:
     def __call__(self, batch: StepBatch) -> StepResult:
         """Run one step. A step that ``accept`` refuses leaves the weights as they were."""
         self.optimizer.zero_grad()
-        result = StepResult(self.forward_backward(batch), self.clip())
-        if self.accept(batch, result):
-            self.update(batch)
-        elif self.experts is not None:
-            self.experts.drop()
+        loss_sum = self.forward_backward(batch)
+        with span(OPTIMIZER):
+            result = StepResult(loss_sum, self.clip())
+            if self.accept(batch, result):
+                self.update(batch)
+            elif self.experts is not None:
+                self.experts.drop()
         return result
 
     def update(self, batch: StepBatch) -> None:
