@@ -64,8 +64,8 @@ def check_profiling_on(config: Config, device: str) -> None:
     """ConfigError: memory snapshots without a GPU. ``device``: "cpu" or "cuda"."""
     if config.profiling.enable_memory_snapshot and device != "cuda":
         raise ConfigError(
-            "profiling.enable_memory_snapshot = true, and this machine has no GPU: it is the GPU allocator whose history"
-            " is recorded. Set it to false."
+            "profiling.enable_memory_snapshot = true, and this machine has no GPU: what is recorded is the history"
+            " of its allocator. Set it to false."
         )
 
 

@@ -32,7 +32,9 @@ class span:  # noqa: N801 - a context manager, used like a function
             self._range = record_function(f"{PREFIX}{self.name} {self.detail}".rstrip())
             self._range.__enter__()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._range is not None:
             self._range.__exit__(kind, error, trace)
         if error is not None and not part_of(error):

@@ -125,7 +125,8 @@ def _kernels(on_device: list[dict[str, Any]], launches: list[dict[str, Any]], ph
 
 def _operators(complete: list[dict[str, Any]], main: Any, phases: _Phases) -> list[Activity]:
     """Operators of the main thread with their own times, and gloo's collectives, which run on threads of theirs."""
-    found, open_: list[Activity] = [], []
+    found: list[Activity] = []
+    open_: list[Activity] = []
     inside: list[float] = []
 
     def close() -> None:
