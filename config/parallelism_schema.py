@@ -30,6 +30,18 @@ class Parallelism:
     """Gather the logits of a tensor-parallel model before the loss, instead of leaving the vocabulary split."""
     enable_async_tensor_parallel: bool = False
     """Overlap tensor-parallel communication with the products next to it. Needs CUDA and compile.enable."""
+    expert_parallel_degree: int = key(1, minimum=1)
+    """Ranks that hold different experts, neighbours among those of dp_shard, cp and tp; tokens travel to them."""
+    expert_tensor_parallel_degree: int = key(1, minimum=1)
+    """Ranks that share each expert's matrices under expert parallelism: 1, or the tensor-parallel degree."""
+    context_parallel_degree: int = key(1, minimum=1)
+    """Ranks that share each sequence. Parameters are sharded over them too, as over data_parallel_shard_degree."""
+    context_parallel_method: Literal["ring", "allgather", "ulysses"] = "ring"
+    """How queries meet the keys of other ranks: keys go round, are gathered, or heads are exchanged for sequence."""
+    context_parallel_layout: Literal["zigzag", "contiguous"] = key(
+        "zigzag", parent="parallelism.context_parallel_method", parent_values=("ring", "allgather")
+    )
+    """What a rank holds: an early and a late piece, for equal causal work, or one piece. Ulysses: always one piece."""
     pipeline_parallel_degree: int = key(1, minimum=1)
     """Ranks that hold different layers: a pipeline of stages. 1: none."""
     pipeline_parallel_schedule: Literal[

@@ -41,16 +41,13 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         ("",),
         "the order of a pipeline comes by name; see parallelism.pipeline_parallel_schedule",
     ),
-    "parallelism.context_parallel_degree": ((1,), f"context parallelism is {_LATER}; set it to 1"),
     "parallelism.expert_parallel_degree": ((1,), f"expert parallelism is {_LATER}; set it to 1"),
     "checkpoint.initial_load_model_only": (
         (True,),
         "checkpoint.initial_load_path gives weights; a run is continued from its own run directory",
     ),
-    "checkpoint.initial_load_in_hf": ((False,), f"Hugging Face checkpoints are {_LATER}; set it to false"),
+    "checkpoint.initial_load_in_hf_quantized": ((False,), "weights are read as they are; dequantise them first"),
     "checkpoint.last_save_model_only": ((True, False), "every checkpoint is whole, the last one too"),
-    "checkpoint.last_save_in_hf": ((False,), f"Hugging Face checkpoints are {_LATER}; set it to false"),
-    "checkpoint.export_dtype": (("float32",), "weights are saved as they are kept, in float32"),
     "checkpoint.exclude_from_loading": (
         ([],),
         "a checkpoint is loaded whole, or its weights alone by initial_load_path",
@@ -94,12 +91,9 @@ FOLLOWS: dict[str, str] = {
         for name in ("persistent_workers", "pin_memory", "prefetch_factor")
     },
     "parallelism.pipeline_parallel_expert_parallel_overlap": "parallelism.expert_parallel_degree",
-    "parallelism.context_parallel_load_balancer": "parallelism.context_parallel_degree",
-    "parallelism.context_parallel_rotate_method": "parallelism.context_parallel_degree",
     "parallelism.expert_tensor_parallel_degree": "parallelism.expert_parallel_degree",
     "parallelism.expert_parallel_comm_backend": "parallelism.expert_parallel_degree",
     "checkpoint.enable_ft_dataloader_checkpoints": "fault_tolerance.enable",
-    "checkpoint.initial_load_in_hf_quantized": "checkpoint.initial_load_in_hf",
     **{
         f"quantize.{name}": "model.converters"
         for name in (
@@ -137,6 +131,8 @@ TRANSLATED: dict[str, str] = {
     "training.dataset": "data.corpus, and for c4 data.name, data.subset and data.split",
     "training.dataset_path": "data.name of a Hugging Face data set, data.path of a text corpus",
     "model.tokenizer_path": "model.hf_assets_path",
+    "parallelism.context_parallel_rotate_method": "parallelism.context_parallel_method",
+    "parallelism.context_parallel_load_balancer": "parallelism.context_parallel_layout",
 }
 """Key -> the keys of the schema that say the same."""
 
@@ -146,6 +142,11 @@ _DATASETS: dict[str, dict[str, str]] = {
     "c4_validation": {"data.corpus": "hf", "data.name": "allenai/c4", "data.subset": "en", "data.split": "validation"},
     **{name: {"data.corpus": name} for name in _CORPORA},
 }
+_CONTEXT = {
+    "parallelism.context_parallel_rotate_method": {"allgather": "allgather", "alltoall": "ring"},
+    "parallelism.context_parallel_load_balancer": {"headtail": "zigzag"},
+}
+"""torchtitan's key -> its values, as values of the key in ``TRANSLATED``."""
 _NO_C4_TEST = (
     'torchtitan\'s 2,000 test documents are not part of this project. Use another corpus (data.corpus = "python" needs'
     " no download), or point training.dataset_path at the folder tests/assets/c4_test of a torchtitan checkout."
@@ -182,6 +183,9 @@ def translated(leaves: dict[str, Any], before: dict[str, Any], corpus: str, wher
             raise ConfigError(f"{where}: {full} = {shown(leaves[full])}: expected a name, as a string")
     if "model.tokenizer_path" in leaves:
         found["model.hf_assets_path"] = (leaves["model.tokenizer_path"], "model.tokenizer_path")
+    for full in leaves.keys() & _CONTEXT.keys():
+        if leaves[full] in _CONTEXT[full]:
+            found[TRANSLATED[full]] = (_CONTEXT[full][leaves[full]], full)
     if "training.dataset" in leaves or "training.dataset_path" in leaves:
         name = leaves.get("training.dataset", before.get("training.dataset", corpus))
         for full, value in _DATASETS.get(name, {}).items():
@@ -218,7 +222,7 @@ def judged(foreign: dict[str, Any], origins: dict[str, str], values: dict[str, A
         reason = _refusal(full, value, foreign, values)
         if reason:
             broken.append(f"{origins[full]}: {full} = {shown(value)}: {reason}")
-        elif full not in TRANSLATED:
+        elif full not in TRANSLATED or value not in _CONTEXT.get(full, [value]):
             quiet.append(full)
     flavor = values.get("model.flavor")
     if values.get("model.name", "llama3") == "llama3" and flavor in _FLAVORS:
@@ -239,6 +243,10 @@ def _refusal(full: str, value: Any, foreign: dict[str, Any], values: dict[str, A
             return "" if foreign.get("training.dataset_path") else _NO_C4_TEST
         guess = did_you_mean(str(value), _DATASETS)
         return f"unknown data set{guess}; known: {', '.join(_DATASETS)}. Others are reached through [data]."
+    if full in _CONTEXT and value not in _CONTEXT[full]:
+        if values.get("parallelism.context_parallel_degree", 1) == 1:
+            return ""
+        return f"there is no such option here; {TRANSLATED[full]} says the same: {', '.join(_CONTEXT[full].values())}"
     if full not in REFUSED:
         return ""
     harmless, reason = REFUSED[full]

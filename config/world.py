@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
+from math import lcm, prod
 
 from config.errors import ConfigError
 from config.flavors import resolve_shape
@@ -18,6 +18,7 @@ DEGREES = {
     "pp": "pipeline_parallel_degree",
     "dp_replicate": "data_parallel_replicate_degree",
     "dp_shard": "data_parallel_shard_degree",
+    "cp": "context_parallel_degree",
     "tp": "tensor_parallel_degree",
 }
 """Axis of the mesh -> key of [parallelism], in the order of the mesh. Each axis multiplies the number of ranks."""
@@ -54,16 +55,24 @@ def _positive(environment: Mapping[str, str], name: str) -> int:
 
 
 def smallest_world(config: Config) -> int:
-    """The fewest ranks that the set degrees allow: their product, a derived degree counting as 1."""
-    return prod(max(1, getattr(config.parallelism, key)) for key in DEGREES.values())
+    """The fewest ranks that the set degrees allow: their product, a derived degree counting as 1, or more where experts
+    need them.
+    """
+    degrees = {axis: max(1, getattr(config.parallelism, key)) for axis, key in DEGREES.items()}
+    outer = degrees["pp"] * degrees["dp_replicate"]
+    section = config.parallelism
+    experts = section.expert_parallel_degree * section.expert_tensor_parallel_degree
+    if section.expert_parallel_degree == 1 or resolve_shape(config.model, config.moe).moe is None:
+        experts = 1
+    return outer * lcm(prod(degrees.values()) // outer, experts)
 
 
 def mesh_degrees(config: Config, world_size: int) -> dict[str, int]:
     """Axis -> degree for ``world_size`` ranks: ``data_parallel_shard_degree = -1`` is derived, and under ``zero_stage``
-    0 and 1 the replicate degree is.
+    0 and 1 the replicate degree is. Axes ep and etp divide the ranks along dp_shard to tp once more.
 
     Raises:
-        ConfigError: the degrees do not multiply to the number of ranks.
+        ConfigError: the degrees do not multiply to the number of ranks, or experts do not share them out.
     """
     degrees = {axis: getattr(config.parallelism, key) for axis, key in DEGREES.items()}
     if config.parallelism.zero_stage in (0, 1):
@@ -78,12 +87,34 @@ def mesh_degrees(config: Config, world_size: int) -> dict[str, int]:
             raise ConfigError(
                 f"parallelism: {product} does not divide WORLD_SIZE {world_size}. {_advice(degrees, world_size)}"
             )
-        return degrees | {"dp_shard": world_size // fixed}
+        return _with_experts(config, degrees | {"dp_shard": world_size // fixed})
     if fixed != world_size:
         raise ConfigError(
             f"parallelism: {product} = {fixed} but WORLD_SIZE is {world_size}. {_advice(degrees, world_size)}"
         )
-    return degrees
+    return _with_experts(config, degrees)
+
+
+def _with_experts(config: Config, degrees: dict[str, int]) -> dict[str, int]:
+    """``degrees`` and those of the experts' axes ep and etp, 1 without expert parallelism or experts.
+
+    Raises:
+        ConfigError: the ranks that experts are spread over do not share out.
+    """
+    ep, etp = config.parallelism.expert_parallel_degree, config.parallelism.expert_tensor_parallel_degree
+    if ep == 1 or resolve_shape(config.model, config.moe).moe is None:
+        return degrees | {"ep": 1, "etp": 1}
+    folded = {axis: n for axis, n in degrees.items() if axis not in ("pp", "dp_replicate")}
+    ranks = prod(folded.values())
+    if ranks % (ep * etp):
+        fits = [n for n in range(1, ranks + 1) if ranks % (n * etp) == 0]
+        raise ConfigError(
+            f"parallelism.expert_parallel_degree = {ep}: experts are spread over"
+            f" {' x '.join(f'{axis}({n})' for axis, n in folded.items())} = {ranks} ranks"
+            f"{f', and {etp} share each expert' if etp > 1 else ''}. Choose a degree that divides them:"
+            f" {', '.join(map(str, fits))}."
+        )
+    return degrees | {"ep": ep, "etp": etp}
 
 
 def _advice(degrees: dict[str, int], world_size: int) -> str:
@@ -147,6 +178,11 @@ def derived(config: Config, world_size: int) -> dict[str, Derived]:
         if config.parallelism.pipeline_parallel_schedule != "naive":
             rule += " x local_batch_size / pipeline_parallel_microbatch_size"
         pipeline["pipeline_micro_batches"] = Derived(micro_batches(config, accumulation), rule)
+    local_experts, moe = {}, resolve_shape(config.model, config.moe).moe
+    if moe is not None and degrees["ep"] > 1:
+        local_experts["local_experts"] = Derived(
+            moe.num_experts // degrees["ep"], "num_experts / expert_parallel_degree"
+        )
     return {
         "data_parallel_degree": Derived(data_degree, axes),
         "global_batch_size": Derived(
@@ -156,6 +192,7 @@ def derived(config: Config, world_size: int) -> dict[str, Derived]:
             accumulation, "global_batch_size / (local_batch_size x data_parallel_degree)"
         ),
         **pipeline,
+        **local_experts,
         "tokens_per_step": Derived(global_batch * training.seq_len, "global_batch_size x seq_len"),
         "tokens": Derived(global_batch * training.seq_len * training.steps, "tokens_per_step x steps"),
     }

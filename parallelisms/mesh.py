@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Axes of the mesh, the last one fastest: ranks of a tensor-parallel group are neighbours."""
+EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep", "etp")
+"""Axes of the same ranks as experts see them: what follows dp_replicate in ``AXES`` is folded anew."""
 
 
 @dataclass
@@ -22,18 +24,29 @@ class Mesh:
     pp: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
+    cp: int = 1
     tp: int = 1
+    ep: int = 1
+    """Ranks that hold different experts, out of those along dp_shard to tp."""
+    etp: int = 1
+    """Ranks that share each expert's matrices: 1, or tp. Read where ep > 1."""
     device_mesh: DeviceMesh | None = None
-    """All of ``AXES``. None for a single process."""
+    """pp, dp_replicate, dp_shard, tp. Here dp_shard spans cp as well: parameters are sharded over both alike. None for
+    a single process.
+    """
     dp_mesh: DeviceMesh | None = None
-    """One axis over the ranks that read different samples, dp_replicate x dp_shard."""
+    """One axis over the ranks that hold the same layers and different tokens: dp_replicate x dp_shard x cp."""
     loss_mesh: DeviceMesh | None = None
-    """One axis over every rank whose part of the loss is another one: pp x dp_replicate x dp_shard."""
+    """One axis over every rank whose part of the loss is another one: pp x dp_replicate x dp_shard x cp."""
+    cp_mesh: DeviceMesh | None = None
+    """The ranks that hold other parts of the same sequences. None where nothing is split."""
+    expert_mesh: DeviceMesh | None = None
+    """All of ``EXPERT_AXES``. None without expert parallelism."""
 
     @property
     def world_size(self) -> int:
         """All ranks."""
-        return prod(self.describe().values())
+        return prod(self.degrees.values())
 
     @property
     def dp_degree(self) -> int:
@@ -43,12 +56,22 @@ class Mesh:
     @property
     def dp_rank(self) -> int:
         """This rank's place among them, 0 .. dp_degree - 1."""
-        return self.rank // self.tp % self.dp_degree
+        return self.rank // (self.cp * self.tp) % self.dp_degree
+
+    @property
+    def cp_rank(self) -> int:
+        """This rank's place among those that share its sequences, 0 .. cp - 1."""
+        return self.rank // self.tp % self.cp
 
     @property
     def pp_rank(self) -> int:
         """This rank's place along the pipeline, 0 .. pp - 1."""
-        return self.rank // (self.dp_degree * self.tp)
+        return self.rank // (self.dp_degree * self.cp * self.tp)
+
+    @property
+    def efsdp(self) -> int:
+        """Ranks that hold the same experts of one copy of the model, and shard them."""
+        return self.dp_shard * self.cp * self.tp // (self.ep * self.etp)
 
     @property
     def pp_mesh(self) -> DeviceMesh | None:
@@ -56,11 +79,19 @@ class Mesh:
         return self.device_mesh["pp"] if self.device_mesh is not None and self.pp > 1 else None
 
     @property
+    def expert_shard_mesh(self) -> DeviceMesh | None:
+        """The ranks that hold the same experts, (copies x) shards. None without expert parallelism."""
+        if self.expert_mesh is None:
+            return None
+        return self.expert_mesh["dp_replicate", "efsdp"] if self.replicated else self.expert_mesh["efsdp"]
+
+    @property
     def sharded(self) -> bool:
-        """Whether FSDP2 holds the parameters: where data ranks share them, and under tensor parallelism always, as it
-        is FSDP2 that casts parameters, so that ranks exchange activations in the compute dtype.
+        """Whether FSDP2 holds the parameters: where data or context ranks share them, as they do under expert
+        parallelism, and under tensor parallelism always, as it is FSDP2 that casts parameters, so that ranks exchange
+        activations in the compute dtype.
         """
-        return self.dp_shard > 1 or self.tp > 1
+        return self.dp_shard * self.cp > 1 or self.tp > 1
 
     @property
     def replicated(self) -> bool:
@@ -69,11 +100,20 @@ class Mesh:
 
     def connect(self, device_type: str) -> None:
         """Make the DeviceMesh. Every rank calls it, once the process group is up."""
-        self.device_mesh = init_device_mesh(device_type, tuple(self.describe().values()), mesh_dim_names=AXES)
+        sizes = (self.pp, self.dp_replicate, self.dp_shard * self.cp, self.tp)
+        self.device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"))
         self.dp_mesh = self.device_mesh["dp_replicate", "dp_shard"]._flatten("dp")
         self.loss_mesh = self.device_mesh["pp", "dp_replicate", "dp_shard"]._flatten("loss")
         if self.tp > 1:  # DTensor then reduces a gradient norm over both axes at once
             self.device_mesh["dp_shard", "tp"]._flatten("shards")
+        if self.cp > 1:
+            sizes = (self.world_size // (self.cp * self.tp), self.cp, self.tp)
+            self.cp_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("others", "cp", "cp_tp"))["cp"]
+
+        if self.ep > 1:
+            sizes = (self.pp, self.dp_replicate, self.efsdp, self.ep, self.etp)
+            self.expert_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=EXPERT_AXES)
+            self.expert_mesh[EXPERT_AXES[2:]]._flatten("expert_shards")
 
     def sum_over_data(self, x: torch.Tensor) -> torch.Tensor:
         """Elementwise sum of ``x``, this rank's part of a loss or a count, over the ranks that hold other parts.
@@ -81,6 +121,10 @@ class Mesh:
         A pipeline stage without the loss holds zero. ``x`` itself is kept.
         """
         return _summed(x, self.loss_mesh)
+
+    def sum_over_context(self, x: torch.Tensor) -> torch.Tensor:
+        """Elementwise sum of ``x`` over the ranks that hold other parts of the same sequences. ``x`` is kept."""
+        return _summed(x, self.cp_mesh)
 
     def sum_over_batch(self, x: torch.Tensor) -> torch.Tensor:
         """Elementwise sum of ``x``, a count of tokens by the layers held here, over the ranks that hold the same layers
@@ -92,9 +136,15 @@ class Mesh:
         """Elementwise sum of ``x`` over the ranks that hold other layers and read the same samples. ``x`` is kept."""
         return _summed(x, self.pp_mesh)
 
-    def describe(self) -> dict[str, int]:
-        """Axis -> ranks along it."""
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Axis of ``AXES`` -> ranks along it."""
         return {axis: getattr(self, axis) for axis in AXES}
+
+    def describe(self) -> dict[str, int]:
+        """Axis -> ranks along it; those of experts too, where they differ."""
+        experts = {axis: getattr(self, axis) for axis in EXPERT_AXES[2:]} if self.ep > 1 else {}
+        return self.degrees | experts
 
 
 def _summed(x: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:

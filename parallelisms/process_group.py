@@ -44,7 +44,9 @@ def set_timeout(mesh: Mesh, seconds: int) -> None:
     if mesh.device_mesh is None:
         return
     timeout = timedelta(seconds=seconds)
-    for group in (None, *mesh.device_mesh.get_all_groups()):
+    context = [] if mesh.cp_mesh is None else [mesh.cp_mesh.get_group()]
+    experts = [] if mesh.expert_mesh is None else mesh.expert_mesh.get_all_groups()
+    for group in (None, *mesh.device_mesh.get_all_groups(), *context, *experts):
         _set_pg_timeout(timeout, group)
 
 
@@ -55,6 +57,12 @@ def from_first_rank(value: T) -> T:
     shared = [value]
     dist.broadcast_object_list(shared, src=0)
     return shared[0]
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def leave() -> None:
