@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent
 DEFAULT_CONFIG = "train_configs/llama_debug.toml"
-ROOMS = ("config", "data", "model", "parallelisms", "trainer", "ablation", "titan", "train")
+ROOMS = ("config", "data", "model", "parallelisms", "trainer", "ablation", "interchange", "titan", "train")
 """Top-level names that must come from this checkout."""
 
 
@@ -247,6 +247,7 @@ def _check_ranks(resolved: Resolved, launch: Launch) -> None:
     from config.layouts import check_layout_on
     from config.world import check_devices, derived
     from data.build import build_data
+    from interchange.runs import check_interchange
     from trainer.run_directory import run_directory_state
 
     logging.basicConfig(format="%(message)s", level=logging.INFO)
@@ -256,6 +257,7 @@ def _check_ranks(resolved: Resolved, launch: Launch) -> None:
     check_layout_on(resolved.config, device, torch.__version__)
     run_directory_state(resolved)
     degree = derived(resolved.config, launch.world_size)["data_parallel_degree"].value
+    check_interchange(resolved.config)
     build_data(resolved.config, dp_rank=0, dp_degree=degree).close()
 
 

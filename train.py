@@ -32,6 +32,8 @@ from config.world import check_devices, check_world, derived, mesh_degrees, smal
 from data.build import build_data
 from data.pipeline import DataPipeline
 from data.tokenizer_files import save_tokenizer
+from interchange.export import Ranks
+from interchange.runs import check_interchange, export_last, first_weights
 from model.attention import attention_backend
 from model.decoder import Decoder
 from model.expert_step import ExpertStep
@@ -87,7 +89,8 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> Decoder:
     def initial(name: str, size: torch.Size, device: torch.device) -> torch.Tensor:
         return draw(name, size, initial_value(name, shape), seeds(config)["init_seed"], device)
 
-    return parallelize(model, mesh, config, draw=initial, device=device)
+    given = first_weights(config)
+    return parallelize(model, mesh, config, draw=given.read if given else initial, device=device)
 
 
 def build_step(
@@ -294,6 +297,9 @@ def train(
         load_map.close()
     if checkpointer is not None:
         checkpointer.wait()
+        if config.checkpoint.last_save_in_hf:
+            process_group.set_timeout(mesh, config.comm.init_timeout_seconds)  # ranks wait for each other's files
+            export_last(config, run_dir, Ranks(mesh.rank, mesh.world_size, process_group.barrier))
     metrics.close()
 
 
@@ -319,6 +325,7 @@ def main(argv: list[str] | None = None) -> int:
         if config.checkpoint.enable:
             run_dir = config.job.run_dir
             step_to_continue(Path(run_dir) / config.checkpoint.folder if run_dir else None, config.checkpoint)
+            check_interchange(config)
         device = pick_device(local_rank)
         check_layout_on(config, device.type, torch.__version__)
         if run_directory_state(resolved, opener=rank == 0) == "done":

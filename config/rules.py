@@ -190,6 +190,8 @@ def _option_rules(config: Config, said: Said) -> Iterator[str]:
     folder = PurePath(config.metrics.save_tb_folder)
     if not folder.parts or folder.is_absolute() or ".." in folder.parts:
         yield f'{said("metrics.save_tb_folder")}: expected a folder inside the run directory, such as "tb".'
+    if config.checkpoint.initial_load_in_hf and not config.checkpoint.initial_load_path:
+        yield f"{said('checkpoint.initial_load_in_hf')} needs checkpoint.initial_load_path, the Hugging Face folder."
     if not config.job.dump_folder:
         yield f'{said("job.dump_folder")}: expected a folder, such as "outputs".'
 

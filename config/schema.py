@@ -193,6 +193,14 @@ class Checkpoint:
     """Step to continue from. -1: the newest complete checkpoint, if there is one."""
     initial_load_path: str = key("", parent="checkpoint.enable", parent_values=(True,))
     """A checkpoint (a step-<n> folder) to take weights from when the run directory holds none yet."""
+    initial_load_in_hf: bool = key(False, parent="checkpoint.enable", parent_values=(True,))
+    """initial_load_path is a Hugging Face folder: config.json, safetensors. See docs/interchange.md."""
+    last_save_in_hf: bool = key(False, parent="checkpoint.enable", parent_values=(True,))
+    """Write the last checkpoint as a Hugging Face folder too, step-<n>-hf beside it."""
+    export_dtype: Literal["float32", "bfloat16"] = key(
+        "float32", parent="checkpoint.last_save_in_hf", parent_values=(True,)
+    )
+    """Dtype of the weights in that folder."""
 
 
 @dataclass

@@ -86,11 +86,6 @@ def open_run(run_dir: str | Path, step: int | None) -> tuple[Config, Path]:
     return config, folder / f"step-{steps[-1] if step is None else step}"
 
 
-def check_exportable(config: Config) -> None:
-    """That a model of ``config`` can be exported. ConfigError: no family has it."""
-    family_of(resolve_shape(config.model, config.moe), config.moe)
-
-
 def export_checkpoint(
     config: Config,
     step_folder: Path,

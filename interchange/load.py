@@ -25,7 +25,7 @@ def load_hf_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     max_positions: int | None = None,
-    backend: str = "auto",
+    backend: str = "sdpa",
 ) -> Decoder:
     """The model in a Hugging Face folder, in eval mode.
 
@@ -48,7 +48,7 @@ def load_run_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     max_positions: int | None = None,
-    backend: str = "auto",
+    backend: str = "sdpa",
 ) -> Decoder:
     """The model of a run's checkpoint, in eval mode, with the balancing state that its routing uses.
 

@@ -60,21 +60,24 @@ def model_toml(shape: ModelShape) -> str:
         ConfigError: no flavor has a value that has no key, such as the rotary scaling.
     """
     keys = {f"model.{f.name}" for f in fields(Model)} | {f"moe.{f.name}" for f in fields(Moe)}
+    natural = "moe" if shape.moe is not None else "qwen3" if shape.qk_norm else "llama3"
     best: tuple[str, str, dict[str, Any]] | None = None
-    beyond: set[str] = set()
-    for name, flavors in FLAVORS.items():
-        for flavor, known in flavors.items():
+    beyond: list[set[str]] = []  # of each flavor, the keys in the way
+    for name in sorted(FLAVORS, key=lambda name: name != natural):
+        for flavor, known in FLAVORS[name].items():
             if (known.moe is None) != (shape.moe is None):
                 continue
             changed = {key: value for key, value, _ in differences(shape, known)}
             if shape.max_seq_len != known.max_seq_len:
                 changed["model.max_seq_len"] = shape.max_seq_len
             if changed.keys() - keys:
-                beyond |= changed.keys() - keys
-            elif best is None or len(changed) < len(best[2]):
+                beyond.append(set(changed) - keys)
+            elif best is None or (name == best[0] and len(changed) < len(best[2])):
                 best = (name, flavor, changed)
     if best is None:
-        raise ConfigError(f"No flavor has {', '.join(sorted(beyond))} of this model, which [model] cannot set.")
+        fewest = min((len(keys), sorted(keys)) for keys in beyond)[1]
+        lacking = ", ".join(f"{key} = {_flat(shape).get(key)}" for key in fewest)
+        raise ConfigError(f"No flavor in config/flavors.py has {lacking}, which no key can set. Add one.")
     name, flavor, changed = best
     if "model.head_dim" not in changed and changed.keys() & {"model.dim", "model.n_heads"}:
         changed["model.head_dim"] = shape.head_dim  # else it would follow dim / n_heads

@@ -1,4 +1,4 @@
-"""The tokenizer that goes with a model, as files that transformers' AutoTokenizer reads."""
+"""What the files of a tokenizer say about the model that goes with it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-)
+from data.tokenizer_files import COMPANIONS
+from data.tokenizers import TOKENIZER_FILES
 
 
 def tokenizer_folder(run_dir: str | Path) -> Path | None:
@@ -26,8 +18,8 @@ def tokenizer_folder(run_dir: str | Path) -> Path | None:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy those of :data:`FILES` that ``source`` has."""
-    for name in FILES:
+    """Copy the files of a tokenizer that ``source`` has."""
+    for name in (*TOKENIZER_FILES, *COMPANIONS):
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
 

@@ -65,6 +65,12 @@ def barrier() -> None:
         dist.barrier()
 
 
+def barrier() -> None:
+    """Wait until every rank is here."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
 def leave() -> None:
     """End the process group, if there is one."""
     if dist.is_initialized():

@@ -49,9 +49,9 @@ TABLE = {
     ),
     "parallelisms": Rule(may=("config", "titan", "torch"), lazily=("torchao",)),
     "trainer": Rule(may=("config", "titan", "torch", "safetensors", "tomli"), lazily=("tensorboard", "triton")),
-    "interchange": Rule(may=("config", "model", "trainer", "torch", "safetensors", "tomli_w")),
+    "interchange": Rule(may=("config", "data", "model", "trainer", "torch", "safetensors", "tomli_w")),
     "titan": Rule(may=("config", "torchtitan")),
-    "ablation_train": Rule(may=(), lazily=("config", "data", "trainer", "torch")),
+    "ablation_train": Rule(may=(), lazily=("config", "data", "interchange", "trainer", "torch")),
 }
 
 

@@ -84,7 +84,7 @@ def step_to_continue(folder: Path | None, section: Checkpoint) -> int:
         there = f"{folder} holds steps {', '.join(map(str, steps))}" if steps else "there is no complete checkpoint yet"
         raise ConfigError(f"checkpoint.load_step = {section.load_step}: {there}. Set it to one of them, or to -1.")
     initial = section.initial_load_path
-    if initial and not (Path(initial) / ".metadata").is_file():
+    if initial and not section.initial_load_in_hf and not (Path(initial) / ".metadata").is_file():
         raise ConfigError(
             f"checkpoint.initial_load_path = {shown(initial)}: no complete checkpoint. Give a step-<n> folder of a run."
         )
@@ -134,7 +134,7 @@ class Checkpointer:
             for name, part in self._parts.items():
                 part.load_state_dict(pickle.loads(state["parts"][name]))
             logger.info("Continuing after step %d, from %s", step, self._path(step))
-        elif self._section.initial_load_path:
+        elif self._section.initial_load_path and not self._section.initial_load_in_hf:  # those it was made with
             weights = {"model": self._plain_weights()}
             dcp.load(weights, checkpoint_id=self._section.initial_load_path, no_dist=not dist.is_initialized())
             self._set_weights(weights["model"])
