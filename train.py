@@ -44,7 +44,7 @@ from parallelisms.data_parallel import set_gradient_sync
 from parallelisms.gradient_norm import clip_grad_norm
 from parallelisms.mesh import Mesh
 from parallelisms.names import named_parameters, plain_name
-from parallelisms.parallelize import compute_precision, hidden_states, parallelize
+from parallelisms.parallelize import compute_precision, hidden_states, own_part, parallelize
 from parallelisms.pipeline import Pipeline
 from parallelisms.pipeline_split import Stages
 from parallelisms.vocabulary_loss import vocabulary_parallel_cross_entropy_sum
@@ -123,6 +123,7 @@ def build_step(
         max_norm=config.training.max_norm,
         accept=accept,
         experts=build_expert_step(config, model, mesh),
+        own_part=functools.partial(own_part, mesh, config),
     )
 
 
@@ -242,7 +243,13 @@ def train(
         metrics.carry_over(done)
 
     def evaluate() -> dict[str, float]:
-        return validate(model, held_out or (), forward=step_once.forward, sum_over_ranks=mesh.sum_over_data)
+        return validate(
+            model,
+            held_out or (),
+            forward=step_once.forward,
+            sum_over_ranks=mesh.sum_over_data,
+            counts=mesh.cp_rank == 0,
+        )
 
     if held_out is not None and not done:
         metrics.log_validation(0, evaluate())
@@ -349,7 +356,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
     skip = config.training.nonfinite_loss == "skip"
-    watch = LossWatch(mesh.sum_over_data, skip=skip, gather=process_group.gather)
+    watch = LossWatch(
+        mesh.sum_over_data, skip=skip, sum_over_sequence=mesh.sum_over_context, gather=process_group.gather
+    )
     profiler = Profiler(
         config.profiling, steps=config.training.steps, rank=rank, device=device, gather=process_group.gather
     )

@@ -5,10 +5,13 @@ import contextlib
 import torch
 from torch import nn
 
+from config.context import context_layout
 from config.pipeline import reshard_after_forward, stage_modules, stage_ranks
 from config.schema import Config
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile
+from parallelisms.context_layout import Inputs, Layout
+from parallelisms.context_parallel import apply_context_parallel
 from parallelisms.data_parallel import apply_ddp, apply_fsdp
 from parallelisms.fsdp1 import apply_fsdp1
 from parallelisms.materialize import Draw, materialize
@@ -48,6 +51,9 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, draw: Draw, dev
                 loss_parallel=not section.disable_loss_parallel,
                 asynchronous=section.enable_async_tensor_parallel,
             )
+        if mesh.cp_mesh is not None:
+            layout = Layout(context_layout(section), mesh.cp)
+            apply_context_parallel(part, mesh.cp_mesh, method=section.context_parallel_method, layout=layout)
         checkpointing = config.activation_checkpoint
         if checkpointing.mode != "none":
             apply_activation_checkpoint(
@@ -90,6 +96,13 @@ def compute_precision(mesh: Mesh, config: Config, device: torch.device) -> conte
     return torch.autocast(device.type, dtype=dtype)
 
 
+def own_part(mesh: Mesh, config: Config, inputs: Inputs) -> Inputs:
+    """What this rank computes of a micro-batch: all of it, or its part of each sequence."""
+    if mesh.cp == 1:
+        return inputs
+    return Layout(context_layout(config.parallelism), mesh.cp).part(inputs, mesh.cp_rank)
+
+
 def hidden_states(mesh: Mesh, config: Config, dim: int) -> torch.Tensor:
     """What pipeline stages exchange of a micro-batch, on the meta device: its shape on one rank, and its dtype."""
     section, training = config.parallelism, config.training
@@ -98,4 +111,4 @@ def hidden_states(mesh: Mesh, config: Config, dim: int) -> torch.Tensor:
     dtype = DTYPES[training.mixed_precision_param]
     if dtype == torch.bfloat16 and not mesh.sharded:
         dtype = torch.float32  # autocast leaves embeddings, norms and the sums between blocks as they are
-    return torch.empty(rows, training.seq_len // mesh.tp, dim, dtype=dtype, device="meta", requires_grad=True)
+    return torch.empty(rows, training.seq_len // (mesh.cp * mesh.tp), dim, dtype=dtype, device="meta", requires_grad=True)

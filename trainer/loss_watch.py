@@ -22,6 +22,7 @@ class LossWatch:
         sum_over_ranks: elementwise sum of a float64 vector over the ranks that hold different tokens.
         skip: True: look at each step before its update, which waits for the device every step, and veto a step that is
             not finite. False: look when ``latest`` is called, and raise.
+        sum_over_sequence: elementwise sum over the ranks that hold other parts of the same sequences.
         gather: a list of names -> the lists of all ranks, to say whose documents a bad step was computed from.
     """
 
@@ -30,9 +31,11 @@ class LossWatch:
         sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
         *,
         skip: bool,
+        sum_over_sequence: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
         gather: Callable[[list[str]], list[list[str]]] = lambda names: [names],
     ):
         self._sum = sum_over_ranks
+        self._sum_over_sequence = sum_over_sequence
         self._gather = gather
         self._skip = skip
         self._seen: list[tuple[StepBatch, StepResult]] = []
@@ -54,9 +57,9 @@ class LossWatch:
         return True
 
     def latest(self) -> tuple[float, float]:
-        """Loss of the latest accepted step, nats a token: the global mean and this rank's. NaN before the first.
+        """Loss of the latest accepted step, nats a token: the global mean and that of the sequences this rank reads.
 
-        Waits for the device.
+        NaN before the first. Every rank calls it; waits for the device.
 
         Raises:
             NonFiniteLoss: on every rank alike, naming the first step whose loss or gradient norm is not finite.
@@ -70,7 +73,8 @@ class LossWatch:
                 raise NonFiniteLoss(f"{self._describe(batch, result, total, norm)}. {advice}")
         batch, result = self._seen[-1]
         local_tokens = sum(int((m.labels != -100).sum()) for m in batch.micro_batches)
-        self._last = totals[-1][0] / batch.global_valid_tokens, result.loss_sum.item() / max(1, local_tokens)
+        local_sum = self._sum_over_sequence(result.loss_sum).item()
+        self._last = totals[-1][0] / batch.global_valid_tokens, local_sum / max(1, local_tokens)
         self._seen.clear()
         return self._last
 

@@ -78,6 +78,7 @@ class TrainStep:
         max_norm: clipping threshold; 0 measures the norm and does not clip.
         accept: (batch, result) -> whether the update may be taken, asked after clipping.
         experts: balances the load of a model that has experts.
+        own_part: what this rank computes of a micro-batch that other ranks have too.
     """
 
     model: nn.Module
@@ -89,13 +90,15 @@ class TrainStep:
     max_norm: float
     accept: Accept
     experts: ExpertStep | None = None
+    own_part: Callable[[Inputs], Inputs] = lambda inputs: inputs
 
     def inputs(self, micro_batch: MicroBatch) -> Inputs:
-        """``micro_batch`` on the device."""
+        """This rank's part of ``micro_batch``, on the device."""
         inputs = {name: getattr(micro_batch, name) for name in ("tokens", "labels", "positions", "document_ids")}
         if self.experts is not None:
             inputs["numbers"] = self.experts.numbers(micro_batch.labels, micro_batch.sample_ids)
-        return {name: x.to(self.device, non_blocking=True) for name, x in inputs.items() if x is not None}
+        held = self.own_part({name: x for name, x in inputs.items() if x is not None})
+        return {name: x.to(self.device, non_blocking=True) for name, x in held.items()}
 
     def forward(self, micro_batch: MicroBatch) -> torch.Tensor | None:
         """Summed loss of one micro-batch on this rank; None where another rank has it."""

@@ -15,12 +15,14 @@ def validate(
     *,
     forward: Callable[[MicroBatch], torch.Tensor | None],
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
+    counts: bool = True,
 ) -> dict[str, float]:
     """Evaluate ``model`` on this rank's ``batches``; all ranks must hold equally many.
 
     Args:
         forward: summed loss of a batch; None where another rank has it, which then counts the batch's tokens too.
-        sum_over_ranks: elementwise sum of a float64 vector over the ranks that hold different batches.
+        sum_over_ranks: elementwise sum of a float64 vector over the ranks that hold different batches, or parts of one.
+        counts: whether this rank counts the tokens and bytes of its batches, of which it may compute a part alone.
 
     Returns:
         ``validation_metrics/loss`` in nats a token, ``/perplexity``, and ``/bits_per_byte``, which does not depend on
@@ -35,8 +37,8 @@ def validate(
         for batch in batches:
             loss = forward(batch)
             if loss is not None:
-                tokens = int((batch.labels != -100).sum())
-                totals += torch.stack([loss.double(), *totals.new_tensor([tokens, batch.text_bytes])])
+                sizes = [int((batch.labels != -100).sum()), batch.text_bytes] if counts else [0, 0]
+                totals += torch.stack([loss.double(), *totals.new_tensor(sizes)])
     model.train(was_training)
     loss_sum, all_tokens, all_bytes = sum_over_ranks(totals).tolist()
     mean = loss_sum / all_tokens
