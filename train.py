@@ -48,7 +48,7 @@ from parallelisms.parallelize import compute_precision, hidden_states, own_part,
 from parallelisms.pipeline import Pipeline
 from parallelisms.pipeline_split import Stages
 from parallelisms.vocabulary_loss import vocabulary_parallel_cross_entropy_sum
-from parallelisms.zero import shard_states
+from parallelisms.zero import holder_of_states, shard_states
 from trainer.checkpoint import Checkpointer, step_to_continue
 from trainer.determinism import set_determinism
 from trainer.load_map import LoadMap
@@ -233,7 +233,7 @@ def train(
             run_dir / config.checkpoint.folder,
             config.checkpoint,
             model=model,
-            optimizer=step_once.optimizer,
+            optimizer=holder_of_states(step_once.optimizer),
             plain_name=plain_name,
             parts={"data": pipeline.train, "watch": watch},
             steps=steps,

@@ -4,16 +4,6 @@ from config.refusal import Refusal, tensor_parallel, together, without_fsdp2
 
 DATA_PARALLEL = (
     Refusal(
-        "ZeRO-1 with checkpoints",
-        "its states live in torch's ZeroRedundancyOptimizer, which torch.distributed.checkpoint cannot read. Use"
-        " zero_stage = 3, or no checkpoints.",
-        together(
-            lambda config, shape: config.parallelism.zero_stage == 1 and config.checkpoint.enable,
-            "zero_stage",
-            "checkpoint.enable",
-        ),
-    ),
-    Refusal(
         "ZeRO 0 or 1 with a shard degree",
         "these stages shard no parameters. Remove one of the two keys.",
         together(

@@ -35,7 +35,6 @@ MET = {
     "ZeRO stage against resharding": {STAGE: 3, "parallelism.fsdp_reshard_after_forward": "never"},
     "ZeRO 1 with TP": {STAGE: 1, TP: 2},
     "ZeRO 1 with experts": {STAGE: 1, **EXPERTS},
-    "ZeRO-1 with checkpoints": {STAGE: 1, "checkpoint.enable": True},
     "FSDP1 with TP": {**FSDP1, TP: 2},
     "FSDP1 with copies, or without sharding": {**FSDP1, "parallelism.data_parallel_replicate_degree": 2},
     "FSDP1 with a ZeRO stage below 3": {**FSDP1, STAGE: 2},

@@ -17,6 +17,7 @@ from config.world import mesh_degrees
 from data.build import build_data
 from parallelisms.mesh import Mesh
 from parallelisms.names import named_parameters, plain_name
+from parallelisms.zero import holder_of_states
 from tests import ranks
 from trainer.checkpoint import Checkpointer, complete_steps, step_to_continue
 from trainer.loss_watch import LossWatch
@@ -49,8 +50,13 @@ MOE = {
     "model__n_layers": 2,
     "model__vocab_size": 515,
 }
-MESHES = {"one process": (1, {}), "ddp": (2, DDP), "fsdp": (2, {}), "fsdp, experts": (2, MOE)}
+# The embedding alone has no weight decay, so one of the ranks has an empty group of parameters.
+ZERO_1 = {"parallelism__zero_stage": 1, "optimizer__weight_decay_skip": ["embedding"]}
 PP = {"parallelism__pipeline_parallel_degree": 2, "training__local_batch_size": 4}
+MESHES = {
+    "one process": (1, {}), "ddp": (2, DDP), "zero 1": (2, ZERO_1), "fsdp": (2, {}), "fsdp, experts": (2, MOE),
+    "pipeline, experts": (2, MOE | PP | {"model__n_layers": 4, "parallelism__pipeline_parallel_microbatch_size": 4}),
+}  # fmt: skip
 TP = {"parallelism__tensor_parallel_degree": 2, "model__vocab_size": 516}
 
 
@@ -74,7 +80,7 @@ def run(config: Config, folder: Path, until: int) -> dict:
         folder,
         config.checkpoint,
         model=model,
-        optimizer=step_once.optimizer,
+        optimizer=holder_of_states(step_once.optimizer),
         plain_name=plain_name,
         parts={"data": pipeline.train, "watch": watch},
         steps=config.training.steps,
@@ -91,15 +97,17 @@ def run(config: Config, folder: Path, until: int) -> dict:
             saved[step] = digests(dict(named_parameters(model)))
     checkpointer.wait()
     pipeline.close()
+    held = holder_of_states(step_once.optimizer).state
     states = {
         f"{name}.{key}": value
         for name, parameter in named_parameters(model)
-        for key, value in step_once.optimizer.state[parameter].items()
+        for key, value in held.get(parameter, {}).items()
     }
+    balance = {plain_name(n): b for n, b in model.named_buffers() if n.endswith("balance.bias")}
     return {
         "from": done,
         "losses": losses,
-        "weights": digests(dict(named_parameters(model))),
+        "weights": digests(dict(named_parameters(model)) | balance),
         "states": digests(states),
         "saved": saved,
         "skipped": watch.skipped_steps,
@@ -134,6 +142,52 @@ def test_a_run_continues_on_another_mesh(mesh, tmp_path):
     assert alone["from"] == 4
     for (_, loss, *_), (_, expected, *_) in zip(alone["losses"], straight["losses"][4:], strict=True):
         assert loss == pytest.approx(expected, abs=1e-5)
+
+
+FSDP = (2, {})
+PP2 = (2, {"parallelism__pipeline_parallel_degree": 2})
+PP4 = (4, {"parallelism__pipeline_parallel_degree": 4})
+V = (2, PP2[1] | {"parallelism__pipeline_parallel_schedule": "ZBVZeroBubble"})
+MOVES = {
+    "zero 1 to fsdp2": ((2, {"parallelism__zero_stage": 1}), FSDP),
+    "fsdp2 to zero 1": (FSDP, (2, {"parallelism__zero_stage": 1})),
+    "pp2 to fsdp2": (PP2, FSDP),
+    "fsdp2 to pp2": (FSDP, PP2),
+    "pp2 to pp4": (PP2, PP4),
+    "pp2 to a V": (PP2, V),
+    "pp2 to zero 1": (PP2, (2, {"parallelism__zero_stage": 1})),
+}
+
+
+# Each direction once; the rest in the slow tier.
+QUICK = [("zero 1 to fsdp2", False), ("fsdp2 to zero 1", False), ("pp2 to pp4", False), ("pp2 to fsdp2", True)]
+SLOW = [(m, e) for m in MOVES for e in (False, True) if (m, e) not in QUICK and not (e and "zero 1" in m)]
+
+
+@pytest.mark.parametrize(("move", "experts"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
+def test_a_run_moves_to_another_mesh(move, experts, tmp_path):
+    """Weights, states and the balance of experts arrive to the bit, and the run goes on as if it had stayed."""
+    both = MOE | {"parallelism__pipeline_parallel_microbatch_size": 4} if experts else {}
+    both = both | {"model__n_layers": 4, "training__local_batch_size": 4, "training__global_batch_size": 16}
+    (size, before), (other_size, after) = ((n, configuration(**both, **mesh)) for n, mesh in MOVES[move])
+    saved = ranks.run(size, run, before, tmp_path / "moved", 4)
+    there = ranks.run(other_size, run, after, tmp_path / "moved", 4)
+    for what in ("weights", "states"):
+        assert whole(there, what) == whole(saved, what)
+    moved = ranks.run(other_size, run, after, tmp_path / "moved", STEPS)[0]
+    stayed = ranks.run(size, run, before, tmp_path / "stayed", STEPS)[0]
+    assert moved["from"] == 4
+    for (_, loss, *_), (_, expected, *_) in zip(moved["losses"], stayed["losses"][4:], strict=True):
+        assert loss == pytest.approx(expected, abs=1e-5)
+
+
+def whole(results: list[dict], what: str) -> dict[str, str]:
+    """Digests of all ranks; what two of them hold is the same."""
+    found: dict[str, str] = {}
+    for result in results:
+        for name, digest in result[what].items():
+            assert found.setdefault(name, digest) == digest, name
+    return found
 
 
 def _loaded(config: Config, folder: Path, step: int) -> dict[str, str]:
