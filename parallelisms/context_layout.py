@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-Inputs = dict[str, torch.Tensor | None]
+Inputs = dict[str, torch.Tensor]
+_BY_TOKEN = ("tokens", "labels", "positions", "numbers")
 
 
 @dataclass(frozen=True)
@@ -78,15 +79,11 @@ class Layout:
         """What ``rank`` computes of a micro-batch.
 
         Tokens, labels, positions and numbers (B, S) become (B, S / degree). ``positions`` is made where it is missing:
-        places are no longer 0, 1, 2, ... ``document_ids`` stay whole, as queries are compared with the keys of all
-        ranks.
+        places are no longer 0, 1, 2, ... What is known of documents stays whole, as queries are compared with the keys
+        of all ranks.
         """
         tokens = inputs["tokens"]
-        assert tokens is not None
         places = self.places(rank, tokens.shape[1], tokens.device)
-        held = {
-            name: x if x is None or name == "document_ids" else x.index_select(1, places) for name, x in inputs.items()
-        }
-        if held.get("positions") is None:
-            held["positions"] = places.expand(len(tokens), -1)
+        held = {name: x.index_select(1, places) if name in _BY_TOKEN else x for name, x in inputs.items()}
+        held.setdefault("positions", places.repeat(len(tokens), 1))
         return held

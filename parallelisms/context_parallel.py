@@ -30,7 +30,9 @@ class Backend(Protocol):
     name: str
     blocks: BlockKernel | None
 
-    def prepare(self, document_ids: torch.Tensor | None) -> Any: ...
+    def prepare(
+        self, document_ids: torch.Tensor | None, document_starts: torch.Tensor | None, tokens: torch.Tensor | None
+    ) -> Any: ...
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any) -> torch.Tensor: ...
 
@@ -47,7 +49,12 @@ class Blockwise:
         self.name, self.attend = backend.name, _OPERATORS[method]
         self.plain = (True, layout.name, backend.name, group.group_name)
 
-    def prepare(self, document_ids: torch.Tensor | None) -> torch.Tensor | None:
+    def prepare(
+        self,
+        document_ids: torch.Tensor | None,
+        document_starts: torch.Tensor | None = None,
+        tokens: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
         """Whole ``document_ids`` (B, S); each block makes its own mask of them."""
         return document_ids
 
@@ -64,9 +71,15 @@ class Ulysses:
     def __init__(self, backend: Backend, group: dist.ProcessGroup):
         self.name, self.backend, self.group = backend.name, backend, group
 
-    def prepare(self, document_ids: torch.Tensor | None) -> Any:
-        """The wrapped kernel's mask of whole ``document_ids`` (B, S)."""
-        return self.backend.prepare(document_ids)
+    def prepare(
+        self,
+        document_ids: torch.Tensor | None,
+        document_starts: torch.Tensor | None = None,
+        tokens: torch.Tensor | None = None,
+    ) -> Any:
+        """What the wrapped kernel wants to know of whole documents; ``tokens`` (B, S / n) stand for their shape."""
+        whole = None if tokens is None else tokens.repeat(1, self.group.size())
+        return self.backend.prepare(document_ids, document_starts, whole)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any) -> torch.Tensor:
         return sequence_for_heads(self.backend(*heads_for_sequence(q, k, v, self.group), mask), self.group)
