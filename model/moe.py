@@ -5,6 +5,7 @@ tokens are; ``parallelisms/`` replaces it by one that sends them to other ranks 
 where experts live.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Protocol
 
@@ -28,8 +29,14 @@ class Dispatcher(Protocol):
     """Brings each token to its experts and the weighted sum of their results back."""
 
     def __call__(
-        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, max_rows: int | None, run: Run
-    ) -> torch.Tensor:
+        self,
+        x: torch.Tensor,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+        max_rows: int | None,
+        run: Run,
+        beside: Callable[[], torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One layer's exchange.
 
         A rank may receive any number of tokens, none included, each with the slots meant for it: one if a token is
@@ -43,9 +50,10 @@ class Dispatcher(Protocol):
             weights: float32 (T, slots).
             max_rows: at most so many assignments go somewhere; None: all may.
             run: the experts that live here.
+            beside: computes what does not need them, the shared experts, at a time that the dispatcher chooses.
 
         Returns:
-            (T, dim), summed over each token's experts.
+            (T, dim), summed over each token's experts, and what ``beside`` gave.
         """
 
 
@@ -53,9 +61,16 @@ class LocalDispatcher:
     """All experts are here."""
 
     def __call__(
-        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, max_rows: int | None, run: Run
-    ) -> torch.Tensor:
-        return run(x, experts, weights, max_rows)
+        self,
+        x: torch.Tensor,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+        max_rows: int | None,
+        run: Run,
+        beside: Callable[[], torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        out = run(x, experts, weights, max_rows)
+        return out, None if beside is None else beside()
 
 
 class MoE(nn.Module):
@@ -104,9 +119,12 @@ class MoE(nn.Module):
         )
         loss, observation = balance.observe(routing, valid, seen)
         weights = routing.weights if loss is None else inject_loss(routing.weights, loss)
-        out = self.dispatcher(tokens, routing.experts, weights, self.router.max_rows(len(tokens)), self.experts)
+        beside = None if self.shared_experts is None else functools.partial(self.shared_experts, x)
+        out, shared = self.dispatcher(
+            tokens, routing.experts, weights, self.router.max_rows(len(tokens)), self.experts, beside
+        )
         out = out.view_as(x).to(x.dtype)
-        return (out if self.shared_experts is None else out + self.shared_experts(x)), observation
+        return (out if shared is None else out + shared), observation
 
 
 def token_numbers(labels: torch.Tensor, sample_ids: list[int]) -> torch.Tensor:

@@ -6,6 +6,7 @@ gradient of the global mean however unequal the ranks' shares are (torchtitan #2
 
 import logging
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +28,7 @@ def apply_fsdp(
     reshard_after_forward: str,
     prefetch_blocks: int | None = None,
     router_dtype: torch.dtype | None = None,
+    expert_mesh: DeviceMesh | None = None,
 ) -> None:
     """Shard ``model`` in place with FSDP2: a unit a block, one for the embedding, one for the final norm and head.
 
@@ -39,6 +42,9 @@ def apply_fsdp(
             backward pass needs at once.
         prefetch_blocks: blocks gathered ahead of the one that computes, in both directions. None: FSDP2's own order.
         router_dtype: dtype of the gathered routers of a mixture of experts. None: there are none.
+        expert_mesh: the ranks that hold the same experts under expert parallelism, as ``mesh`` with one dimension or
+            two: a layer's experts are then a unit of their own. In one with the rest they would be mixed with those of
+            other ranks, and a reduction could come between two exchanges of tokens and wait for ever.
     """
     # Activations have the compute dtype already. A cast would catch the rotary table, which is float32 for a reason.
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
@@ -60,6 +66,8 @@ def apply_fsdp(
                 param_dtype=router_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
             )
             fully_shard(block.moe.router, mesh=mesh, mp_policy=router, reshard_after_forward=reshard)
+        if expert_mesh is not None and hasattr(block, "moe"):
+            _shard_experts(block.moe.experts, expert_mesh, mp_policy=policy, reshard_after_forward=reshard)
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     for module in model.modules():
@@ -73,6 +81,13 @@ def apply_fsdp(
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     kind = "HSDP" if mesh.ndim == 2 else "FSDP"
     logger.info("Applied %s over %s, parameters %s, reductions %s", kind, tuple(mesh.shape), param_dtype, reduce_dtype)
+
+
+def _shard_experts(experts: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
+    """Shard whole experts where they share out over the ranks, else every expert's rows."""
+    ranks = mesh.size(mesh.ndim - 1)
+    by = Shard(0) if all(p.to_local().shape[0] % ranks == 0 for p in experts.parameters()) else Shard(1)
+    fully_shard(experts, mesh=mesh, shard_placement_fn=lambda _: by, **options)
 
 
 def _prefetch(model: nn.Module, depth: int) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 import titan
 from parallelisms.pipeline_split import Stages
@@ -22,6 +23,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float, *, pp_mesh: DeviceMesh | N
         return model.clip_grad_norm_(max_norm or math.inf)
     copies = model.copies() if isinstance(model, Stages) else []
     counted = [p for p in model.parameters() if all(p is not c for c in copies)]
-    norm = titan.clip_grad_norm_(counted, max_norm or math.inf, pp_mesh=pp_mesh)
+    # A list of parameters may hold one mesh at a time.
+    experts = any(isinstance(p, DTensor) and "ep" in (p.device_mesh.mesh_dim_names or ()) for p in counted)
+    norm = titan.clip_grad_norm_(counted, max_norm or math.inf, pp_mesh=pp_mesh, ep_enabled=experts)
     nn.utils.clip_grads_with_norm_(copies, max_norm or math.inf, norm)
     return norm

@@ -13,6 +13,7 @@ from parallelisms.compile import apply_compile
 from parallelisms.context_layout import Inputs, Layout
 from parallelisms.context_parallel import apply_context_parallel
 from parallelisms.data_parallel import apply_ddp, apply_fsdp
+from parallelisms.expert_parallel import apply_expert_parallel
 from parallelisms.fsdp1 import apply_fsdp1
 from parallelisms.materialize import Draw, materialize
 from parallelisms.mesh import Mesh
@@ -26,11 +27,11 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch
 def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, draw: Draw, device: torch.device) -> nn.Module:
     """Spread ``model`` (on the meta device) over ``mesh`` in place and give it its initial weights.
 
-    Pipeline split -> each stage: tensor parallelism -> activation checkpointing -> compile (per block) -> FSDP2 / HSDP
-    -> weights -> DDP, FSDP1.
+    Pipeline split -> each stage: tensor parallelism, expert parallelism -> activation checkpointing -> compile (per
+    block) -> FSDP2 / HSDP -> weights -> DDP, FSDP1.
 
-    What a rank does not hold need not be wrapped, so the split comes first. Tensor parallelism addresses modules by the
-    model's own paths, which wrapping changes; its collectives are inside the blocks and are compiled. Checkpointing
+    What a rank does not hold need not be wrapped, so the split comes first. Tensor and expert parallelism address
+    modules by the model's own paths, which wrapping changes; their collectives are inside the blocks. Checkpointing
     comes next so that the compiler sees it; FSDP wraps what is compiled, so its collectives stay outside the graph;
     weights need their final placement; DDP and FSDP1 read parameters when they are built and come last. A pipeline
     sums gradients over whole copies itself (parallelisms/pipeline.py).
@@ -50,6 +51,15 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, draw: Draw, dev
                 mesh.device_mesh["tp"],
                 loss_parallel=not section.disable_loss_parallel,
                 asynchronous=section.enable_async_tensor_parallel,
+                experts=mesh.expert_mesh is None,
+            )
+        if mesh.expert_mesh is not None:
+            apply_expert_parallel(
+                part,
+                mesh.expert_mesh["ep", "etp"],
+                dispatcher=config.moe.dispatcher,
+                comm_overlap=config.moe.comm_overlap,
+                tensor_mesh=mesh.device_mesh["tp"] if mesh.tp > 1 and mesh.device_mesh is not None else None,
             )
         if mesh.cp_mesh is not None:
             layout = Layout(context_layout(section), mesh.cp)
@@ -72,6 +82,7 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, draw: Draw, dev
                 router_dtype=DTYPES[
                     "float64" if config.training.mixed_precision_param == "float64" else config.moe.router_dtype
                 ],
+                expert_mesh=mesh.expert_shard_mesh,
             )
         materialize(part, draw=draw, device=device)
     if mesh.replicated and not mesh.sharded and mesh.pp == 1 and mesh.device_mesh is not None:

@@ -29,7 +29,12 @@ logger = logging.getLogger(__name__)
 
 
 def apply_tensor_parallel(
-    model: nn.Module, mesh: DeviceMesh, *, loss_parallel: bool, asynchronous: bool = False
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    loss_parallel: bool,
+    asynchronous: bool = False,
+    experts: bool = True,
 ) -> None:
     """Cut ``model`` in place over the one-dimensional ``mesh``.
 
@@ -40,6 +45,7 @@ def apply_tensor_parallel(
         mesh: neighbours; every rank of it is given the same tokens.
         loss_parallel: the model returns this rank's columns of the logits (parallelisms/vocabulary_loss.py), else all.
         asynchronous: the compiler overlaps gathers and scatters with the products next to them. CUDA only.
+        experts: cut routed experts as well. Expert parallelism places them itself.
     """
     outer: dict[str, ParallelStyle] = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -73,7 +79,7 @@ def apply_tensor_parallel(
                 "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
                 "moe": _SequenceGathered(),
                 "moe.router.gate": _Replicated(),
-                "moe.experts": _NarrowExperts(),
+                **({"moe.experts": _NarrowExperts()} if experts else {}),
                 "moe.shared_experts.w1": ColwiseParallel(),
                 "moe.shared_experts.w3": ColwiseParallel(),
                 "moe.shared_experts.w2": RowwiseParallel(),
@@ -157,11 +163,11 @@ class _NarrowExperts(ParallelStyle):
         for name, parameter in list(module.named_parameters(recurse=False)):
             cut = distribute_tensor(parameter.data, device_mesh, [Shard(2)], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(cut))
-        module.compute = functools.partial(_narrow, module.compute, device_mesh.get_group())
+        module.compute = functools.partial(narrow_experts, module.compute, device_mesh.get_group())
         return module
 
 
-def _narrow(
+def narrow_experts(
     compute: Any,
     group: dist.ProcessGroup,
     x: torch.Tensor,
@@ -171,7 +177,9 @@ def _narrow(
     w2: DTensor,
     max_rows: int | None,
 ) -> torch.Tensor:
-    """``compute`` with this rank's features of each expert, summed over the group."""
+    """``compute`` (:data:`model.experts.Compute`) with this rank's hidden features of each expert, summed over the
+    ranks of ``group``, which are given the same tokens.
+    """
     x, weights = _SumGradient.apply(x, group), _SumGradient.apply(weights, group)
     out = compute(x, experts, weights, w13.to_local(), w2.to_local(), max_rows)
     return _Sum.apply(out, group)
