@@ -30,7 +30,7 @@ def load_hf_model(
     """The model in a Hugging Face folder, in eval mode.
 
     Args:
-        dtype: of its parameters; buffers keep theirs.
+        dtype: of its parameters; routers and buffers stay float32.
         max_positions: longest sequence it will see. None: what the model allows, up to DEFAULT_POSITIONS.
         backend: of ``attention.backend``.
 
@@ -38,7 +38,7 @@ def load_hf_model(
         ConfigError: the folder cannot be read, or holds a model we do not have.
     """
     weights = HuggingFaceWeights(folder)
-    return _filled(weights, weights.shape, None, torch.device(device), dtype, max_positions, backend)
+    return _filled(weights, weights.shape, Moe(balance="none"), torch.device(device), dtype, max_positions, backend)
 
 
 def load_run_model(
@@ -61,28 +61,34 @@ def load_run_model(
     config, folder = open_run(run_dir, step)
     shape = resolve_shape(config.model, config.moe)
     weights = CheckpointWeights(folder)
-    return _filled(weights, shape, config.moe, torch.device(device), dtype, max_positions, backend)
+    # Forced routing draws from it in eval mode too.
+    seed = config.debug.seed if config.debug.noise_seed is None else config.debug.noise_seed
+    return _filled(weights, shape, config.moe, torch.device(device), dtype, max_positions, backend, seed)
 
 
 @torch.no_grad()
 def _filled(
     weights: HuggingFaceWeights | CheckpointWeights,
     shape: ModelShape,
-    moe: Moe | None,
+    moe: Moe,
     device: torch.device,
     dtype: torch.dtype,
     max_positions: int | None,
     backend: str,
+    noise_seed: int = 0,
 ) -> Decoder:
     """A model with ``weights``, a parameter at a time, so that no second copy of it is ever in memory."""
     positions = min(shape.max_seq_len, DEFAULT_POSITIONS) if max_positions is None else max_positions
     if positions > shape.max_seq_len:
         raise ConfigError(f"{weights.folder}: allows {shape.max_seq_len} positions, and {positions} are asked for")
     with torch.device("meta"):
-        model = Decoder(shape, attention_backend(backend), max_positions=positions, moe=moe).to(dtype)
+        kernel = attention_backend(backend)
+        model = Decoder(shape, kernel, max_positions=positions, moe=moe, noise_seed=noise_seed)
+    for name, parameter in model.named_parameters():
+        if not name.endswith("router.gate.weight"):  # the router's product is in moe.router_dtype, as in training
+            parameter.data = parameter.data.to(dtype)
     model.to_empty(device=device)
     model.tie_weights()
-    model.rope = model.rope.float()  # angles stay exact whatever the parameters are
     model.init_buffers()
     for name, parameter in model.named_parameters():
         parameter.copy_(weights.read(name, parameter.shape, device))
