@@ -35,6 +35,7 @@ from data.tokenizer_files import save_tokenizer
 from interchange.export import Ranks
 from interchange.runs import check_interchange, export_last, first_weights
 from model.attention import attention_backend
+from model.attention_choice import attention_of
 from model.decoder import Decoder
 from model.expert_step import ExpertStep
 from model.initial_weights import draw, initial_value
@@ -80,7 +81,7 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> Decoder:
     with torch.device("meta"):
         model = Decoder(
             shape,
-            attention_backend(config.attention.backend),
+            attention_backend(attention_of(config, device.type).name),
             max_positions=config.training.seq_len,
             moe=config.moe,
             noise_seed=seeds(config)["noise_seed"],
@@ -183,6 +184,7 @@ def describe(resolved: Resolved, mesh: Mesh, pipeline: DataPipeline, device: tor
     shape = resolve_shape(config.model, config.moe)
     flops = flops_per_token(shape, config.training.seq_len)
     numbers = {name: item.value for name, item in derived(config, mesh.world_size).items()}
+    attention = attention_of(config, device.type)
     return {
         "world_size": mesh.world_size,
         "mesh": mesh.describe(),
@@ -195,8 +197,8 @@ def describe(resolved: Resolved, mesh: Mesh, pipeline: DataPipeline, device: tor
         "corpus_hash": data["corpus_hash"],
         "tokenizer": data["tokenizer"],
         "data": data,
-        "attention_backend": attention_backend(config.attention.backend).name,
-        "warnings": [*resolved.notes, *data["warnings"]],
+        "attention_backend": attention.name,
+        "warnings": [*resolved.notes, *attention.notes(), *data["warnings"]],
     }
 
 
@@ -335,6 +337,7 @@ def main(argv: list[str] | None = None) -> int:
             check_interchange(config)
         device = pick_device(local_rank)
         check_layout_on(config, device.type, torch.__version__)
+        attention = attention_of(config, device.type)
         if run_directory_state(resolved, opener=rank == 0) == "done":
             logger.info("%s is DONE with this configuration: nothing to do", config.job.run_dir)
             return 0
@@ -347,6 +350,7 @@ def main(argv: list[str] | None = None) -> int:
                 save_tokenizer(pipeline.tokenizer, run.path / TOKENIZER)
             for line in record["warnings"]:
                 logger.warning("%s", line)
+            logger.info("Attention: %s", attention.name)
             logger.info("Run directory: %s", run.path)
     except ConfigError as error:
         if local_rank == 0:

@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    model = Decoder(shape, attention_backend(config.attention.backend), config.training.seq_len, config.moe)
+    model = Decoder(shape, attention_backend("sdpa"), config.training.seq_len, config.moe)
     seed = config.debug.seed if config.debug.init_seed is None else config.debug.init_seed
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import PurePath
 from typing import Any
 
+from config.attention import attention_rules
 from config.errors import ConfigError
 from config.flavors import ModelShape, resolve_shape
 from config.keys import all_keys, checked, did_you_mean, shown, unknown_key
@@ -67,6 +68,7 @@ def check(config: Config, origins: dict[str, str]) -> list[str]:
 
     broken = [
         *_model_rules(config, shape, said),
+        *attention_rules(config, shape, said),
         *moe_rules(config, shape, said),
         *layout_rules(config, shape, said),
         *_step_rules(config, said),

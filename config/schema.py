@@ -69,8 +69,8 @@ class Model:
 
 @dataclass
 class Attention:
-    backend: Literal["auto", "sdpa", "sdpa_math"] = "auto"
-    """Attention kernel. Only "auto" may fall back, and says what it chose. "sdpa_math" is the readable reference."""
+    backend: Literal["auto", "sdpa", "sdpa_math", "sdpa_flash", "sdpa_cudnn", "flex", "flash2", "flash4"] = "auto"
+    """Attention kernel (docs/attention.md). Only "auto" may fall back, and says so. "sdpa_math" is the reference."""
 
 
 @dataclass

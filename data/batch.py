@@ -22,6 +22,10 @@ class MicroBatch:
     """(B, S) int64, restarting at 0 with each document; only with data.document_mask."""
     document_ids: Tensor | None
     """(B, S) int32, counting up from 0 in each sequence; attention stays within equal ids. Set as positions are."""
+    document_starts: Tensor | None
+    """(B, M) int32: where each document of a sequence begins, then S for the rest. M is a power of two, so few shapes
+    occur; on a device it says how many documents there may be without a wait. Set as positions are.
+    """
     sample_ids: list[int]
     """Global index of each sequence since the start of training (validation: of the window); -1 for padding rows."""
     document_names: list[str]

@@ -168,11 +168,9 @@ class TrainLoader:
 
 def _pin(micro_batch: MicroBatch) -> None:
     """Page-locked memory, so that the copy to the device can overlap with work on it."""
-    micro_batch.tokens = micro_batch.tokens.pin_memory()
-    micro_batch.labels = micro_batch.labels.pin_memory()
-    if micro_batch.positions is not None and micro_batch.document_ids is not None:
-        micro_batch.positions = micro_batch.positions.pin_memory()
-        micro_batch.document_ids = micro_batch.document_ids.pin_memory()
+    for name in ("tokens", "labels", "positions", "document_ids", "document_starts"):
+        tensor = getattr(micro_batch, name)
+        setattr(micro_batch, name, None if tensor is None else tensor.pin_memory())
 
 
 class _Worker:

@@ -210,17 +210,21 @@ def collate(
         ignored |= first_of_document
     text_bytes = int(token_bytes[labels[~ignored]].sum())
     labels[ignored] = IGNORED
-    positions = document_ids = None
+    positions = document_ids = document_starts = None
     if document_mask:
         begins = np.zeros_like(labels)
         begins[:, 1:] = np.where(first_of_document[:, :-1], place[1:], 0)
         positions = torch.from_numpy(place - np.maximum.accumulate(begins, axis=1))
-        document_ids = torch.from_numpy(documents[:, :-1].copy())
+        ids = documents[:, :-1].copy()
+        most = 1 << max(3, int(ids.max()).bit_length())  # at least 8, and more than the last id
+        starts = np.stack([np.searchsorted(row, np.arange(most)) for row in ids])
+        document_ids, document_starts = torch.from_numpy(ids), torch.from_numpy(starts.astype(np.int32))
     return MicroBatch(
         tokens=torch.from_numpy(tokens[:, :-1].copy()),
         labels=torch.from_numpy(labels),
         positions=positions,
         document_ids=document_ids,
+        document_starts=document_starts,
         sample_ids=sample_ids,
         document_names=list(dict.fromkeys(name for s in sequences for name in s.names)),
         text_bytes=text_bytes,

@@ -7,12 +7,13 @@ runs or whether keys live on other ranks. ``parallelisms/`` may wrap the backend
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from config.flavors import ModelShape
-from model.attention_blocks import BlockKernel, ReferenceBlocks
+from model.attention_blocks import BlockKernel
+from model.attention_flash import FlashAttention2, FlashAttention4
+from model.attention_flex import Flex
+from model.attention_sdpa import SDPA, SDPACuDNN, SDPAFlash, SDPAMath
 from model.rope import apply_rope
 
 
@@ -23,11 +24,19 @@ class AttentionBackend(Protocol):
     blocks: BlockKernel | None
     """The same kernel on a block of queries and keys, for context parallelism; None where it has no such form."""
 
-    def prepare(self, document_ids: torch.Tensor | None) -> Any:
+    def prepare(
+        self,
+        document_ids: torch.Tensor | None,
+        document_starts: torch.Tensor | None = None,
+        tokens: torch.Tensor | None = None,
+    ) -> Any:
         """Whatever the kernel wants to know about documents, made once a forward pass and shared by all layers.
 
         Args:
-            document_ids: int32 (B, S), equal within a document, or None when attention may cross documents.
+            document_ids: int32 (B, S), equal within a document and never falling along a sequence, or None when
+                attention may cross documents.
+            document_starts: int32 (B, M), where each document begins, then S; None if that is not known.
+            tokens: (B, S), for its shape and device.
         """
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any) -> torch.Tensor:
@@ -43,49 +52,21 @@ class AttentionBackend(Protocol):
         """
 
 
-class SDPA:
-    """``torch.nn.functional.scaled_dot_product_attention``; on CUDA in the order cuDNN, flash, memory-efficient,
-    math.
-    """
-
-    name = "sdpa"
-    blocks: BlockKernel | None = ReferenceBlocks()
-    kernels = [
-        SDPBackend.CUDNN_ATTENTION,
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.MATH,
-    ]
-
-    def prepare(self, document_ids: torch.Tensor | None) -> torch.Tensor | None:
-        """Boolean (B, 1, S, S), True where a query may look; None for plain causal attention."""
-        if document_ids is None:
-            return None
-        same = document_ids[:, :, None] == document_ids[:, None, :]
-        return same.tril()[:, None]
-
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        with sdpa_kernel(self.kernels, set_priority=True):
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
-            )
-        return out.transpose(1, 2)
-
-
-class SDPAMath(SDPA):
-    """The reference: softmax(q k^T) v in plain operators, the score matrix in memory."""
-
-    name = "sdpa_math"
-    kernels = [SDPBackend.MATH]
-
-
-BACKENDS: dict[str, type[AttentionBackend]] = {"sdpa": SDPA, "sdpa_math": SDPAMath}
+BACKENDS: dict[str, type[AttentionBackend]] = {
+    "sdpa": SDPA,
+    "sdpa_math": SDPAMath,
+    "sdpa_flash": SDPAFlash,
+    "sdpa_cudnn": SDPACuDNN,
+    "flex": Flex,
+    "flash2": FlashAttention2,
+    "flash4": FlashAttention4,
+}
+"""What each can do is in config/attention.py."""
 
 
 def attention_backend(name: str) -> AttentionBackend:
-    """The backend of ``attention.backend``. "auto" takes SDPA, which picks the best kernel torch has for the device."""
-    return BACKENDS["sdpa" if name == "auto" else name]()
+    """The backend of that name; "auto" is resolved before (:func:`model.attention_choice.attention_of`)."""
+    return BACKENDS[name]()
 
 
 class Attention(nn.Module):

@@ -131,6 +131,7 @@ class Decoder(nn.Module):
         tokens: torch.Tensor,
         positions: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
+        document_starts: torch.Tensor | None = None,
         numbers: torch.Tensor | None = None,
         hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -142,7 +143,9 @@ class Decoder(nn.Module):
         Args:
             tokens: int64 (B, S).
             positions: int64 (B, S), each token's place in its document. None: 0 .. S - 1.
-            document_ids: int32 (B, S); attention stays within equal ids. None: plain causal attention.
+            document_ids: int32 (B, S), never falling along a sequence; attention stays within equal ids. None: plain
+                causal attention.
+            document_starts: int32 (B, M), where each document begins, then S; None: found if the kernel wants them.
             numbers: int64 (B, S), see :func:`model.moe.token_numbers`. Unused without experts.
             hidden: (B, S, dim) from the part before; None for the part that begins with the embedding.
 
@@ -150,7 +153,7 @@ class Decoder(nn.Module):
             (B, S, vocab_size), or (B, S, dim), in the compute dtype.
         """
         rope = self.rope[: tokens.shape[1]] if positions is None else self.rope[positions]
-        mask = self.backend.prepare(document_ids)
+        mask = self.backend.prepare(document_ids, document_starts, tokens)
         x = self.tok_embeddings(tokens) if hidden is None else hidden  # type: ignore[misc]  # the first part has it
         for name, block in self.layers.items():
             if self.shape.moe is None or not self.shape.moe.has_experts(int(name)):

@@ -28,7 +28,10 @@ def apply_activation_checkpoint(model: nn.Module, *, mode: str, selective_ac_opt
             {profiler._record_function_enter_new.default, profiler._record_function_exit._RecordFunction}
         )
         # torchtitan's default would also force the recomputation of a router that a dense model does not have.
-        titan.SelectiveAC(titan.SelectiveAC.Config(force_recompute_mm_shapes_by_fqns=[])).apply(model)
+        policy = titan.SelectiveAC(titan.SelectiveAC.Config(force_recompute_mm_shapes_by_fqns=[]))
+        kept = policy.get_save_ops() | attention_operators()
+        policy.get_save_ops = lambda: kept  # type: ignore[method-assign]
+        policy.apply(model)
         logger.info("Applied selective activation checkpointing by operator")
         return
     every = 1 if mode == "full" else int(selective_ac_option)
@@ -37,3 +40,11 @@ def apply_activation_checkpoint(model: nn.Module, *, mode: str, selective_ac_opt
         if i % every == 0:
             layers.register_module(name, checkpoint_wrapper(block, preserve_rng_state=False, early_stop=False))
     logger.info("Applied activation checkpointing to every %s block", "single" if every == 1 else f"{every}th")
+
+
+def attention_operators() -> set[torch._ops.OpOverload]:
+    """The attention kernels that are registered as operators beside torch's own (model/attention_flash.py)."""
+    registered = torch.ops.ablation_trainer
+    return {
+        getattr(registered, name).default for name in ("flash2_forward", "flash4_forward") if hasattr(registered, name)
+    }

@@ -11,7 +11,9 @@ from torch import nn
 from trainer.spans import BACKWARD, FORWARD, span
 
 Inputs = dict[str, torch.Tensor]
-"""A micro-batch on the device: tokens and labels, and as the model takes them positions, document_ids, numbers."""
+"""A micro-batch on the device: tokens and labels, and as the model takes them positions, document_ids, document_starts,
+numbers.
+"""
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(logits, labels) -> the sum over valid tokens."""
 Precision = Callable[[], contextlib.AbstractContextManager[None]]

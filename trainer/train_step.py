@@ -19,6 +19,7 @@ class MicroBatch(Protocol):
     labels: torch.Tensor
     positions: torch.Tensor | None
     document_ids: torch.Tensor | None
+    document_starts: torch.Tensor | None
     sample_ids: list[int]
     document_names: list[str]
     text_bytes: int
@@ -94,7 +95,8 @@ class TrainStep:
 
     def inputs(self, micro_batch: MicroBatch) -> Inputs:
         """This rank's part of ``micro_batch``, on the device."""
-        inputs = {name: getattr(micro_batch, name) for name in ("tokens", "labels", "positions", "document_ids")}
+        names = ("tokens", "labels", "positions", "document_ids", "document_starts")
+        inputs = {name: getattr(micro_batch, name) for name in names}
         if self.experts is not None:
             inputs["numbers"] = self.experts.numbers(micro_batch.labels, micro_batch.sample_ids)
         held = self.own_part({name: x for name, x in inputs.items() if x is not None})

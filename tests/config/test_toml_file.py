@@ -89,7 +89,8 @@ def test_unknown_section_or_key_is_named_with_the_nearest(tmp_path, text, messag
         ("[optimizer]\nlr = -1", "optimizer.lr = -1: must be at least 0"),
         (
             '[attention]\nbackend = "sdap"',
-            'attention.backend = "sdap": expected one of "auto", "sdpa", "sdpa_math" - did you mean "sdpa"?',
+            'attention.backend = "sdap": expected one of "auto", "sdpa", "sdpa_math", "sdpa_flash",'
+            ' "sdpa_cudnn", "flex", "flash2", "flash4" - did you mean "sdpa"?',
         ),
         ('[compile]\ncomponents = ["modle"]', 'expected one of "model", "loss" - did you mean "model"?'),
     ],

@@ -140,6 +140,8 @@ def test_document_mask_restarts_positions():
     assert made.positions is not None and made.positions.tolist() == [[0, 1, 2, 3, 0, 1]]
     assert made.document_ids is not None and made.document_ids.tolist() == [[0, 0, 0, 0, 1, 1]]
     assert made.positions.dtype == torch.int64 and made.document_ids.dtype == torch.int32
+    assert made.document_starts is not None and made.document_starts.tolist() == [[0, 4, 6, 6, 6, 6, 6, 6]]
+    assert made.document_starts.dtype == torch.int32
 
 
 def test_windows_cover_every_token_but_the_first_once():

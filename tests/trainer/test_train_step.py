@@ -30,7 +30,13 @@ def micro(rows: int, ignored: int = 0) -> SimpleNamespace:
     labels = tokens.roll(-1, 1)
     labels.flatten()[:ignored] = -100
     return SimpleNamespace(
-        tokens=tokens, labels=labels, positions=None, document_ids=None, document_names=[], text_bytes=7
+        tokens=tokens,
+        labels=labels,
+        positions=None,
+        document_ids=None,
+        document_starts=None,
+        document_names=[],
+        text_bytes=7,
     )
 
 
@@ -54,7 +60,9 @@ def batch_of(micro_batches) -> SimpleNamespace:
 
 def merged(micro_batches) -> SimpleNamespace:
     joined = {name: torch.cat([getattr(m, name) for m in micro_batches]) for name in ("tokens", "labels")}
-    return SimpleNamespace(**joined, positions=None, document_ids=None, document_names=[], text_bytes=7)
+    return SimpleNamespace(
+        **joined, positions=None, document_ids=None, document_starts=None, document_names=[], text_bytes=7
+    )
 
 
 def test_accumulation_over_unequal_micro_batches_is_one_large_batch():
