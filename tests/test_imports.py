@@ -51,7 +51,7 @@ TABLE = {
     "trainer": Rule(may=("config", "titan", "torch", "safetensors", "tomli"), lazily=("tensorboard", "triton")),
     "interchange": Rule(may=("config", "data", "model", "trainer", "torch", "safetensors", "tomli_w")),
     "titan": Rule(may=("config", "torchtitan")),
-    "ablation_train": Rule(may=(), lazily=("config", "data", "interchange", "trainer", "torch")),
+    "ablation_train": Rule(may=(), lazily=("config", "data", "interchange", "model", "trainer", "torch")),
 }
 
 
