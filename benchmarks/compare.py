@@ -1,234 +1,252 @@
-"""Ours and a peer on one shape and the same GPUs, in ABBA order, every figure from the trainers' own records.
+"""Ours and the peers on one shape and the same GPUs, in turn, every figure from the trainers' own records.
 
-    python -m benchmarks.compare dense_1b --ngpu 2 --peer_path SITE --out benchmarks/results/dense_1b.json
+    python -m benchmarks.compare dense_1b moe_7b-transformers --peer_path DIR
+    python -m benchmarks.compare --all --ngpu 2 --peer_path DIR
 
-``--peer_path`` is a folder that holds torchtitan 0.2.2 (pip install --target SITE --no-deps torchtitan==0.2.2). Each
-side runs ``--steps`` steps; the first ``WARM_UP`` are left out. Step times of ours are those of metrics.jsonl;
-torchtitan prints tokens/s over windows of 5 steps. The ratio is that of the medians of tokens/s a GPU. A side that
-fails is reported, and the file is written with what there is.
+A row is a workload beside a peer; ``dense_1b`` alone means each of its peers. A row that was measured at the same
+commit, settings and machine is not measured again, and a command that was interrupted goes on where it ended. The raw
+files are in --out; ``python -m benchmarks.speed_table`` makes speed.json of them. docs/performance.md says how to read
+both.
+
+Exit code: 0 every row is measured; 1 a side failed or the time ran out; 2 a mistake on the command line; 3 all rows
+that could be are measured, but a peer is missing.
 """
 
+from __future__ import annotations
+
 import argparse
+import hashlib
 import json
-import os
-import re
-import statistics
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-WARM_UP = 5
-WINDOW = 5
-PEER_TEXT = 40_000_000
-"""Characters of text the peer gets: more than it reads, and quickly loaded."""
+from benchmarks.rows import SPEED, file_name, lacks, load_raw, row_of, save_raw, sentence
+from benchmarks.session import OutOfTime, Row, Session
+from benchmarks.side import ROOT, WARM_UP, WINDOW, Job, Side, parse_settings
+from benchmarks.side_ours import Ours
+from benchmarks.side_torchtitan import Torchtitan
+from benchmarks.side_transformers import Transformers
+from benchmarks.workloads import TABLE, WORKLOADS, Workload
+from config.arithmetic import flops_per_token
+from config.errors import ConfigError
+from config.flavors import resolve_shape
+from config.load import load_file
+
+PEERS = ("torchtitan", "transformers")
 
 
-@dataclass(frozen=True)
-class Workload:
-    """One shape under both trainers, with equal tokens an optimizer step."""
-
-    name: str
-    config: str
-    """Our TOML, relative to the checkout."""
-    torchtitan: tuple[str, ...]
-    """torchtitan's model, flavor and switches."""
-    seq_len: int
-    local_batch_size: int
-
-
-WORKLOADS = {
-    w.name: w
-    for w in [
-        Workload(
-            "dense_1b",
-            "benchmarks/configs/dense_1b.toml",
-            ("--model.name", "llama3", "--model.flavor", "1B_untied", "--compile.enable",
-             "--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op"),
-            seq_len=4096,
-            local_batch_size=4,
-        ),
-    ]
-}  # fmt: skip
-
-
-def torchrun(ngpu: int) -> list[str]:
-    """The launcher both sides use."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ngpu}"]
-
-
-def run_ours(w: Workload, ngpu: int, steps: int, work: Path, extra: list[str]) -> dict[str, Any]:
-    """One run of this trainer: step times, losses and memory as its run directory holds them."""
-    run_dir = work / f"ours-{time.time_ns()}"
-    command = [
-        *torchrun(ngpu), "train.py", "--job.config_file", w.config, "--job.run_dir", str(run_dir),
-        "--training.steps", str(steps), "--training.seq_len", str(w.seq_len),
-        "--training.local_batch_size", str(w.local_batch_size),
-        "--training.global_batch_size", str(w.local_batch_size * ngpu), "--metrics.log_freq", str(WINDOW), *extra,
-    ]  # fmt: skip
-    log = execute(command, ROOT, dict(os.environ))
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    lines = [line for line in lines if "step_times_s" in line]
-    times = [t for line in lines for t in line["step_times_s"]]
-    tokens = w.local_batch_size * w.seq_len
-    last = lines[-1]
-    return {
-        "command": shown(command),
-        "step_times_s": times,
-        "tokens_per_s": [tokens / t for t in times[WARM_UP:]],
-        "losses": {line["step"]: line["loss_metrics/global_avg_loss"] for line in lines},
-        "tflops": last["tflops"],
-        "mfu": last["mfu(%)"],
-        "reserved_gib": max(line["memory/max_reserved(GiB)"] for line in lines),
-        "log_tail": log[-1500:],
-    }
-
-
-STEP = re.compile(
-    r"step:\s*(\d+)\s+loss:\s*([\d.naif]+).*?memory:\s*([\d.]+)GiB.*?tps:\s*([\d,]+)\s+tflops:\s*([\d,.]+)\s+mfu:\s*([\d.]+)%"
-)
-
-
-def run_torchtitan(w: Workload, ngpu: int, steps: int, work: Path, peer_path: str, assets: Path) -> dict[str, Any]:
-    """One run of torchtitan 0.2.2: its own log lines."""
-    command = [
-        *torchrun(ngpu), "--local-ranks-filter", "0", "--role", "rank", "--tee", "3",
-        str(ROOT / "benchmarks/torchtitan_peer.py"), *w.torchtitan, "--model.hf_assets_path", "tests/assets/tokenizer",
-        "--training.dataset", "c4_test", "--training.steps", str(steps), "--training.seq_len", str(w.seq_len),
-        "--training.local_batch_size", str(w.local_batch_size), "--metrics.log_freq", str(WINDOW),
-        "--lr_scheduler.warmup_steps", "2", "--optimizer.lr", "3e-4", "--debug.seed", "0",
-    ]  # fmt: skip
-    environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join([peer_path, environment.get("PYTHONPATH", "")])
-    log = execute(command, assets, environment)
-    found = [m.groups() for m in map(STEP.search, re.sub(r"\x1b\[[0-9;]*m", "", log).splitlines()) if m]
-    timed = [f for f in found if int(f[0]) > WARM_UP + WINDOW - 1]
-    return {
-        "command": shown(command),
-        "tokens_per_s": [float(f[3].replace(",", "")) for f in timed],
-        "losses": {int(f[0]): float(f[1]) for f in found},
-        "tflops": statistics.median(float(f[4].replace(",", "")) for f in timed),
-        "mfu": statistics.median(float(f[5]) for f in timed),
-        "reserved_gib": max(float(f[2]) for f in found),
-        "log_tail": log[-1500:],
-    }
-
-
-def execute(command: list[str], folder: Path, environment: dict[str, str]) -> str:
-    """Run to the end and return what was printed; RuntimeError with its tail when it fails."""
-    done = subprocess.run(
-        command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=280
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("rows", nargs="*", metavar="WORKLOAD[-PEER]", help=f"workloads: {', '.join(WORKLOADS)}")
+    made.add_argument("--all", action="store_true", help=f"every row of {', '.join(TABLE)}")
+    made.add_argument("--ngpu", type=int, default=1, help="GPUs; without any, CPU processes")
+    made.add_argument("--peer_path", help="folder that holds torchtitan 0.2.2")
+    made.add_argument("--out", type=Path, default=SPEED, help="folder of the raw files")
+    made.add_argument("--again", action="store_true", help="measure rows anew that are measured")
+    kinds: dict[str, type[Side]] = {"ours": Ours, "torchtitan": Torchtitan, "transformers": Transformers}
+    for side, kind in kinds.items():
+        made.add_argument(
+            f"--{side}_settings",
+            metavar="LIST",
+            help=f"as in 8,4+full (default: the workload's); words: {', '.join(kind.words)}",
+        )
+    made.add_argument(
+        "--search",
+        choices=("first", "best"),
+        default="first",
+        help="the setting that runs first, or fastest",
     )
-    if done.returncode:
-        raise RuntimeError(f"exit code {done.returncode} of {' '.join(command)}\n{done.stdout[-4000:]}")
-    return done.stdout
+    made.add_argument("--once", action="store_true", help="one run a side: a drift of the machine shows as a ratio")
+    made.add_argument("--steps", type=int, default=WARM_UP + 20, help=f"the first {WARM_UP} are left out")
+    made.add_argument("--limit_s", type=float, default=280.0, help="longest run of a side")
+    made.add_argument("--budget_s", type=float, default=float("inf"), help="end after so long, keeping what is done")
+    made.add_argument("--commit", help="of the checkout, where git is not at hand")
+    made.add_argument("--ours_options", nargs=argparse.REMAINDER, default=[], help="of train.py; comes last")
+    return made
 
 
-def shown(command: list[str]) -> list[str]:
-    """A command as it reads in the checkout's folder."""
-    return [word.replace(f"{ROOT}{os.sep}", "") for word in command]
+def wanted_rows(arguments: argparse.Namespace) -> dict[str, list[str]]:
+    """Workload -> peers, as the command line names them.
+
+    Raises:
+        ConfigError: nothing is named, or something unknown.
+    """
+    names = list(arguments.rows) + (list(TABLE) if arguments.all else [])
+    if not names:
+        raise ConfigError(f"name a workload ({', '.join(WORKLOADS)}), a row such as dense_1b-torchtitan, or --all")
+    found: dict[str, list[str]] = {}
+    for name in names:
+        workload, _, peer = name.partition("-")
+        if workload not in WORKLOADS:
+            raise ConfigError(f"{name}: no workload {workload!r}; known: {', '.join(WORKLOADS)}")
+        possible = [p for p in PEERS if p in WORKLOADS[workload].settings]
+        if peer and peer not in possible:
+            raise ConfigError(f"{name}: {workload} is compared with {' and '.join(possible)}, not with {peer!r}")
+        kept = found.setdefault(workload, [])
+        kept += [p for p in ([peer] if peer else possible) if p not in kept]
+    return found
 
 
-def peer_assets(folder: Path, config_file: str) -> Path:
-    """A working folder for torchtitan with the text and the tokenizer that our run of ``config_file`` reads."""
-    from config.load import load_file
-    from data.build import build_data
-    from data.sources import open_sources
-    from data.tokenizers import END_OF_TEXT
-
-    assets = folder / "tests" / "assets"
-    (assets / "c4_test").mkdir(parents=True)
-    (assets / "tokenizer").mkdir()
-    config = load_file(ROOT / config_file).config
-    written = 0
-    with open(assets / "c4_test" / "data.json", "w", encoding="utf-8") as file:
-        for source in open_sources(config.data):
-            for document in source.corpus.documents():
-                written += file.write(json.dumps({"text": document.text}) + "\n")
-                if written > PEER_TEXT:
-                    break
-    tokenizer = build_data(config, dp_rank=0, dp_degree=1).tokenizer
-    tokenizer.save(assets / "tokenizer" / "tokenizer.json")  # type: ignore[attr-defined]
-    special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
-    (assets / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(special))
-    return folder
+def machine() -> dict[str, Any]:
+    """environment.json of this machine, from a process that ends: this one must hold no memory of a GPU."""
+    code = (
+        "import json; from pathlib import Path; from trainer.environment import describe_environment;"
+        "print(json.dumps(describe_environment(Path('.'), deterministic=False)[0]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def head() -> str:
-    """The commit that is checked out, or "unknown"."""
-    done = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else "unknown"
+def commit() -> str:
+    """The commit that is checked out, with a hash of what the tree changes in it, results apart; else "unknown"."""
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+        return done.stdout if done.returncode == 0 else ""
+
+    head = git("rev-parse", "--verify", "HEAD").strip()
+    changes = git("diff", "HEAD", "--", ".", ":!benchmarks/results")
+    if not head:
+        return "unknown"
+    return head[:12] + (f"+{hashlib.sha256(changes.encode()).hexdigest()[:8]}" if changes else "")
 
 
-def median(run: dict[str, Any]) -> float:
-    """Tokens/s a GPU of one run."""
-    return statistics.median(run["tokens_per_s"])
+def job_of(workload: Workload, arguments: argparse.Namespace, device: str, work: Path) -> Job:
+    """What the sides do for ``workload``."""
+    config = load_file(ROOT / workload.config).config
+    return Job(
+        workload=workload,
+        config=config,
+        shape=resolve_shape(config.model, config.moe),
+        ngpu=arguments.ngpu,
+        device=device,
+        steps=arguments.steps,
+        work=work,
+        limit_s=arguments.limit_s,
+        ours_options=tuple(arguments.ours_options),
+    )
 
 
-def main() -> int:
-    """Measure, write JSON, print the ratio."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workload", choices=sorted(WORKLOADS))
-    parser.add_argument("--ngpu", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--order", default="BAAB", help="A: ours, B: the peer")
-    parser.add_argument("--peer_path", required=True, help="folder that holds torchtitan 0.2.2")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", default=head(), help="of the checkout, where git is not at hand")
-    parser.add_argument("extra", nargs="*", help="further options of our side, after --")
-    arguments = parser.parse_args()
-    w = WORKLOADS[arguments.workload]
-    runs: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        work = Path(folder)
-        assets = peer_assets(work / "peer", w.config)
-        for side in arguments.order:
-            try:
-                if side == "A":
-                    run = run_ours(w, arguments.ngpu, arguments.steps, work, arguments.extra)
-                else:
-                    run = run_torchtitan(w, arguments.ngpu, arguments.steps, work, arguments.peer_path, assets)
-                speed = f"{median(run):,.0f} tokens/s/GPU, {run['tflops']:.0f} TFLOP/s"
-                print(f"{side}: {speed}, {run['reserved_gib']:.1f} GiB", flush=True)
-            except (RuntimeError, subprocess.TimeoutExpired) as error:
-                run = {"error": str(error)}
-                print(f"{side}: failed\n{error}")
-            runs.append({"side": side, **run})
-            arguments.out.write_text(json.dumps({"row": row(w, runs, arguments), "runs": runs}, indent=1))
-    print(json.dumps(row(w, runs, arguments), indent=1))
-    return 0 if all("error" not in run for run in runs) else 1
-
-
-def row(w: Workload, runs: list[dict[str, Any]], arguments: argparse.Namespace) -> dict[str, Any]:
-    """The table row: medians of each side over its runs, and their ratio."""
-    import torch
-
-    sides: dict[str, dict[str, Any]] = {}
-    for side, name in (("A", "ours"), ("B", "peer")):
-        good = [run for run in runs if run["side"] == side and "error" not in run]
-        if good:
-            sides[name] = {
-                "tokens_per_s": statistics.median(median(run) for run in good),
-                "tflops": statistics.median(run["tflops"] for run in good),
-                "mfu": statistics.median(run["mfu"] for run in good),
-                "reserved_gib": max(run["reserved_gib"] for run in good),
-            }
-    ratio = sides["ours"]["tokens_per_s"] / sides["peer"]["tokens_per_s"] if len(sides) == 2 else None
-    return {
-        "workload": w.name,
-        "peer": "torchtitan 0.2.2",
-        "ratio": ratio,
-        **{f"{name}_{key}": value for name, figures in sides.items() for key, value in figures.items()},
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "ngpu": arguments.ngpu,
-        "torch": torch.__version__,
+def open_row(
+    job: Job, peer: Side, ours: Side, arguments: argparse.Namespace, lists: dict[str, str], environment: dict[str, Any]
+) -> Row:
+    """The row's raw file: with the measurements of the same identity that it holds, or empty."""
+    identity = {
+        "workload": job.workload.name,
+        "peer": peer.name,
+        "title": peer.title(),
+        "ngpu": job.ngpu,
+        "gpu": environment["gpu_name"],
+        "torch": environment["torch"],
         "commit": arguments.commit,
-        "raw": arguments.out.name,
+        "steps": job.steps,
+        "once": arguments.once,
+        "search": arguments.search,
+        "settings": {side: lists[side] for side in ("ours", peer.name)},
+        "ours_options": list(job.ours_options),
     }
+    path = arguments.out / file_name(job.workload.name, peer.name, job.ngpu, environment["gpu_name"])
+    raw = None if arguments.again else load_raw(path, identity)
+    return Row(
+        peer.name,
+        path,
+        raw
+        or {
+            "schema": 1,
+            "identity": identity,
+            "title": peer.title(),
+            "command": ["python", "-m", "benchmarks.compare", *sys.argv[1:]],
+            "environment": environment,
+            "flops_per_token": flops_per_token(job.shape, job.config.training.seq_len).torchtitan,
+            "tokens_per_step": job.tokens_per_step,
+            "notes": ours.notes(job) + peer.notes(job),
+            "tries": [],
+            "runs": [],
+        },
+    )
+
+
+def compare(workload: Workload, peers: list[Side], arguments: argparse.Namespace, machine: dict[str, Any]) -> bool:
+    """Measure the rows of one workload; whether all of them have a ratio.
+
+    Raises:
+        ConfigError: a setting that is none.
+        OutOfTime: the budget is spent.
+    """
+    with tempfile.TemporaryDirectory(prefix="compare-") as folder:
+        job = job_of(workload, arguments, "cuda" if machine["gpu_count"] else "cpu", Path(folder))
+        ours, runs = Ours(), 1 if arguments.once else 2
+        sides: dict[str, Side] = {"ours": ours} | {peer.name: peer for peer in peers}
+        lists = {n: getattr(arguments, f"{n}_settings") or workload.settings[n] for n in sides}
+        candidates = {name: parse_settings(lists[name], side, workload) for name, side in sides.items()}
+        rows = [open_row(job, peer, ours, arguments, lists, machine) for peer in peers]
+        unfinished = []
+        for row in rows:
+            if any(lacks(row.raw, side, runs) for side in ("ours", row.peer)):
+                unfinished.append(row)
+            else:
+                print(f"Measured already: {row.path}", flush=True)
+        try:
+            if unfinished:
+                print(f"{workload.name}: {', '.join(n for n in sides)}", flush=True)
+                Session(
+                    job, sides, unfinished, candidates, arguments.search == "best", runs, arguments.deadline, _say
+                ).measure()
+        finally:
+            for row in rows:
+                if row.raw["runs"]:
+                    save_raw(row.path, row.raw)
+                    print(sentence(row_of(row.raw, row.path.name)), flush=True)
+        return all(row_of(row.raw, row.path.name)["ratio"] is not None for row in rows)
+
+
+def _say(line: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
+
+
+def check(arguments: argparse.Namespace, machine: dict[str, Any]) -> None:
+    """ConfigError: numbers that cannot be."""
+    if arguments.steps < WARM_UP + WINDOW or (arguments.steps - WARM_UP) % WINDOW:
+        raise ConfigError(f"--steps {arguments.steps}: {WARM_UP} steps of warm-up and a multiple of {WINDOW}, not 0")
+    there = machine["gpu_count"]
+    if arguments.ngpu < 1 or there and arguments.ngpu > there:
+        raise ConfigError(f"--ngpu {arguments.ngpu}: this machine has {there} GPUs")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure what is asked for; return the exit code."""
+    arguments = parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a stopped command ends its ranks
+    arguments.deadline = time.monotonic() + arguments.budget_s
+    try:
+        wanted, here = wanted_rows(arguments), machine()
+        check(arguments, here)
+        arguments.commit = arguments.commit or commit()
+        peers: dict[str, Side] = {p.name: p for p in (Torchtitan(arguments.peer_path), Transformers())}
+        absent = {name: why for name in {p for ps in wanted.values() for p in ps} if (why := peers[name].missing())}
+        for why in absent.values():
+            print(f"Left out: {why}", flush=True)
+        whole = True
+        for name, row_peers in wanted.items():
+            present = [peers[p] for p in row_peers if p not in absent]
+            if present:
+                whole &= compare(WORKLOADS[name], present, arguments, here)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except OutOfTime as error:
+        print(f"Out of time: {error}. The same command goes on from here.", flush=True)
+        return 1
+    except KeyboardInterrupt:
+        print("Interrupted. The same command goes on from here.", flush=True)
+        return 1
+    return 1 if not whole else 3 if absent else 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,62 @@
+"""Our side: train.py, and what its run directory says."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from benchmarks.side import ROOT, WINDOW, Job, RunFailed, Setting, execute, shown, torchrun
+
+
+class Ours:
+    """This trainer. Without a word the workload's TOML decides."""
+
+    name = "ours"
+    words: dict[str, tuple[str, ...]] = {
+        "none": ("--activation_checkpoint.mode", "none"),
+        "op": ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op"),
+        "full": ("--activation_checkpoint.mode", "full"),
+        "eager": ("--compile.enable", "false"),
+    }
+
+    def missing(self) -> str | None:
+        return None
+
+    def title(self) -> str:
+        return "ours"
+
+    def notes(self, job: Job) -> list[str]:
+        notes = ["ours: one GPU computes under autocast, without FSDP2"] if job.ngpu == 1 else []
+        if job.shape.moe:
+            moe = job.config.moe
+            notes.append(
+                f"ours balances by {moe.balance} ({moe.bias_update_rate:g}), a sequence loss"
+                f" ({moe.extra_sequence_coeff:g}) and a z loss ({moe.z_loss_coeff:g})"
+            )
+        return notes
+
+    def run(self, job: Job, setting: Setting) -> dict[str, Any]:
+        run_dir = job.work / f"ours-{time.time_ns()}"
+        words = [option for word in setting.words for option in self.words[word]]
+        command = [
+            *torchrun(job.ngpu), "train.py", "--job.config_file", job.workload.config, "--job.run_dir", str(run_dir),
+            "--training.steps", str(job.steps), "--training.local_batch_size", str(setting.batch),
+            "--training.global_batch_size", str(job.workload.sequences * job.ngpu),
+            "--metrics.log_freq", str(WINDOW), *words, *job.ours_options,
+        ]  # fmt: skip
+        log = execute(command, ROOT, job.limit_s)
+        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        lines = [line for line in lines if "step_times_s" in line]
+        times = [seconds for line in lines for seconds in line["step_times_s"]]
+        if len(times) != job.steps:
+            raise RunFailed(f"{len(times)} of {job.steps} steps in metrics.jsonl", command, log)
+        return {
+            "command": shown(command),
+            "step_times_s": times,
+            "excluded_steps": sorted({step for line in lines for step in line["excluded_steps"]}),
+            "losses": {line["step"]: line["loss_metrics/global_avg_loss"] for line in lines},
+            # A machine without a GPU has no such tag.
+            "reserved_gib": max((line.get("memory/max_reserved(GiB)", 0.0) for line in lines), default=0.0) or None,
+            "log_tail": log[-1500:],
+        }

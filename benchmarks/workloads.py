@@ -1,0 +1,69 @@
+"""The shapes that are compared, and the settings each side tries on them unless told otherwise.
+
+A setting is a micro-batch and words: ``4+full`` is four sequences a GPU at once with full activation checkpointing. A
+list of them is tried from the left; sides/<name> says which words a side knows (``words``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One shape, with equal tokens an optimizer step on every side."""
+
+    name: str
+    config: str
+    """Our TOML, relative to the checkout: shape, sequence length, data, optimizer and schedule of every side."""
+    sequences: int
+    """Of an optimizer step, a GPU. A micro-batch divides it; what is left is gradient accumulation."""
+    torchtitan: tuple[str, str] | None
+    """Its model and flavor (benchmarks/torchtitan_peer.py adds the flavor where it has none); None: not compared."""
+    settings: dict[str, str] = field(default_factory=dict)
+    """Side -> comma-separated settings."""
+
+
+WORKLOADS = {
+    w.name: w
+    for w in [
+        Workload(
+            "dense_1b",
+            "benchmarks/configs/dense_1b.toml",
+            sequences=4,
+            torchtitan=("llama3", "1B_untied"),
+            settings={"ours": "4", "torchtitan": "4", "transformers": "4+compile,4,2,2+full"},
+        ),
+        Workload(
+            "dense_8b",
+            "benchmarks/configs/dense_8b.toml",
+            sequences=2,
+            torchtitan=("llama3", "8B"),
+            settings={"ours": "2,1,1+full", "torchtitan": "2,1,1+full", "transformers": "2+full,1+full"},
+        ),
+        Workload(
+            "moe_7b",
+            "benchmarks/configs/moe_7b.toml",
+            sequences=8,
+            torchtitan=("qwen3", "moe_7b_a1b"),
+            settings={"ours": "8,4,2,1", "torchtitan": "8,4,2", "transformers": "4,8+full,4+full,2+full"},
+        ),
+        Workload(
+            "debug",
+            "benchmarks/configs/debug.toml",
+            sequences=4,
+            torchtitan=None,
+            settings={"ours": "4", "transformers": "4"},
+        ),
+        Workload(
+            "debug_moe",
+            "benchmarks/configs/debug_moe.toml",
+            sequences=4,
+            torchtitan=None,
+            settings={"ours": "4", "transformers": "4"},
+        ),
+    ]
+}
+
+TABLE = ("dense_1b", "dense_8b", "moe_7b")
+"""What ``--all`` measures; the others are for tests."""
