@@ -52,6 +52,7 @@ from parallelisms.vocabulary_loss import vocabulary_parallel_cross_entropy_sum
 from parallelisms.zero import holder_of_states, shard_states
 from trainer.checkpoint import Checkpointer, step_to_continue
 from trainer.determinism import set_determinism
+from trainer.environment import read_clocks
 from trainer.load_map import LoadMap
 from trainer.loss_watch import LossWatch, NonFiniteLoss
 from trainer.memory_snapshot import out_of_memory
@@ -271,6 +272,9 @@ def train(
         )
         result = step_once(batch)
         timer.stop()
+        if step == steps and run is not None:
+            with timer.paused():  # while the device still works
+                run.add_to_record(clocks_at_end=read_clocks())
         profile: dict[str, float] = {}
         if profiler.ends(step):
             with timer.paused():

@@ -12,6 +12,7 @@ from ablation.sides import Item, Sides, listed
 
 MFU_TAGS = ("mfu(%)", "mfu_causal(%)")
 SHORT_WINDOW = 20  # steps that count for throughput; fewer make the median a guess
+THROTTLED_SECONDS = 1.0  # of a run, from which on its rates are not the card's
 
 
 def _done(sides: Sides) -> Item:
@@ -68,12 +69,12 @@ def _interleaved(sides: Sides) -> Item:
 
 
 def _clocks(sides: Sides) -> Item:
-    """Nothing recorded as throttled, and the same limits of clock and power on both sides."""
+    """Nothing throttled at a run's start, end or, where the driver counts, between; the same limits on both sides."""
     name, limits = "clocks not throttled", ("max_sm_mhz", "power_limit_w")
     if all(not run.environment.get("gpu_name") for run in sides.runs):
         return Item(name, "ok", "no GPU", ("speed",))
     clocks = {run.name: run.environment.get("clocks") or {} for run in sides.runs}
-    odd = [f"{run}: {listed(told['throttled'])}" for run, told in clocks.items() if told.get("throttled")]
+    odd = [f"{run.name}: {listed(reasons)}" for run in sides.runs if (reasons := _throttled(run))]
     for limit in limits:
         values = {told[limit] for told in clocks.values() if told.get(limit) is not None}
         if len(values) > 1:
@@ -82,6 +83,17 @@ def _clocks(sides: Sides) -> Item:
         return Item(name, "INVALID", "; ".join(odd), ("speed",))
     unknown = not all(clocks.values())
     return Item(name, "warning" if unknown else "ok", "clocks not recorded" if unknown else "", ("speed",))
+
+
+def _throttled(run: Run) -> list[str]:
+    """Why the GPU was slower than it should be, each reason once, with its seconds where they are known."""
+    begin, end = run.environment.get("clocks") or {}, run.record.get("clocks_at_end") or {}
+    reasons = dict.fromkeys([*begin.get("throttled", []), *end.get("throttled", [])], "")
+    before = begin.get("throttled_total_s") or {}
+    for reason, total in (end.get("throttled_total_s") or {}).items():
+        if (seconds := total - before.get(reason, total)) >= THROTTLED_SECONDS:
+            reasons[reason] = f" for {seconds:.0f} s"
+    return [reason + seconds for reason, seconds in reasons.items()]
 
 
 def _below_peak(sides: Sides) -> Item:

@@ -17,8 +17,10 @@ from ablation.compare import compare_directories
 from ablation.report import write_report
 from config.errors import ConfigError
 
-LEFT_OUT_FOLDERS = frozenset({"checkpoint", "checkpoints", "profile_traces", "memory_snapshot"})
-LEFT_OUT_ENDINGS = (".pt", ".pth", ".bin", ".distcp", ".safetensors", ".partial", ".lock")
+LEFT_OUT_FOLDERS = frozenset({"checkpoint", "checkpoints"})
+LEFT_OUT_ENDINGS = (
+    ".pt", ".pth", ".bin", ".distcp", ".safetensors", ".partial", ".lock", "_trace.json.gz", "_snapshot.pickle"
+)  # fmt: skip
 
 
 def main(args: list[str]) -> int:

@@ -51,6 +51,8 @@ _CLOCKS = {
 # Reasons for a lower clock that make a rate worthless. The power cap is none: under full load a card lives on it.
 _THROTTLE = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
 _POWER_CAP = "sw_power_cap"
+_COUNTED = ("hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
+"""Those whose time the driver adds up; drivers before 590 or so do not say."""
 
 
 def describe_environment(root: Path, *, deterministic: bool) -> tuple[dict[str, Any], bytes]:
@@ -111,7 +113,8 @@ def read_clocks() -> dict[str, Any] | None:
     """Clocks (MHz), power (W), temperature (C) and limits of this process's GPU now; None without one or nvidia-smi.
 
     ``throttled`` lists the reasons for which it runs slower than it should, ``power_capped`` says whether its power
-    limit slows it.
+    limit slows it. ``throttled_total_s`` is the time each reason held since the driver was loaded, None where the
+    driver does not tell: the difference between two readings is that of a run.
     """
     reasons = [f"clocks_throttle_reasons.{reason}" for reason in (*_THROTTLE, _POWER_CAP)]
     cells = _smi(*_CLOCKS, *reasons)
@@ -122,7 +125,15 @@ def read_clocks() -> dict[str, Any] | None:
         **{name: _number(cell) for name, cell in zip(_CLOCKS.values(), cells, strict=False)},
         "throttled": [reason for reason in _THROTTLE if active[reason] == "Active"],
         "power_capped": active[_POWER_CAP] == "Active",
+        "throttled_total_s": _throttled_seconds(),
     }
+
+
+def _throttled_seconds() -> dict[str, float] | None:
+    """In a query of its own: a driver that does not know one field refuses the whole query."""
+    cells = _smi(*(f"clocks_event_reasons_counters.{reason}" for reason in _COUNTED))
+    microseconds = [None if cell is None else _number(cell.removesuffix(" us")) for cell in cells]
+    return {r: us / 1e6 for r, us in zip(_COUNTED, microseconds, strict=True) if us is not None} or None
 
 
 def _smi(*fields: str) -> list[Any]:

@@ -9,7 +9,8 @@
     tb/               the same for TensorBoard                    (trainer/metrics.py)
     checkpoint/       stays where it is when the run is continued
     evaluations/      results of tasks on its checkpoints; stays  (evaluation/record.py)
-    attempts/<n>/     the files of an earlier attempt that did not finish, moved
+    attempts/<n>/     the files of an earlier attempt that did not finish, moved; its events renamed, or TensorBoard
+                      would draw them beside those of the attempt that goes on from them
     DONE | FAILED     how it ended; neither while it runs or after a kill
 
 Each file appears whole or not at all, and config.toml comes last: a folder with a config.toml has the rest. A lock held
@@ -251,6 +252,8 @@ def _move_attempt(path: Path, checkpoints: str) -> Path:
     for file in sorted(path.iterdir(), key=lambda p: p.name == "config.toml"):
         if file.name not in (ATTEMPTS, checkpoints, EVALUATIONS, LOCK):
             file.rename(target / file.name)
+            for events in (target / file.name).rglob("*tfevents*"):
+                events.rename(events.with_name(events.name.replace("tfevents", "earlier")))
     return target
 
 

@@ -23,7 +23,7 @@ _MEANING = {
         "backward": "the same of the backward passes, recomputation included",
         "optimizer": "the same of gradient norm, clipping and update",
         OTHER: "the same of all else: copies of batches, validation, logging",
-        EXPOSED: "communication runs and no other work does; waiting for slower ranks is inside",
+        EXPOSED: "communication runs and no other work does; waiting for other ranks is inside",
         DATA_WAIT: "the device is idle, the host waits for a batch",
         IDLE: "the device is idle for other reasons: launches come too late",
     },
@@ -32,9 +32,9 @@ _MEANING = {
         "backward": "the main thread is in a backward pass, recomputation included",
         "optimizer": "the main thread is in gradient norm, clipping or update",
         OTHER: "the main thread is in validation or a checkpoint",
-        EXPOSED: "gloo communicates and the main thread executes no operator",
+        EXPOSED: "gloo has messages under way and the main thread executes no operator",
         DATA_WAIT: "the main thread waits for a batch",
-        IDLE: "the main thread is elsewhere: between parts, or waiting for a neighbour in a pipeline",
+        IDLE: "the main thread is between parts",
     },
 }
 

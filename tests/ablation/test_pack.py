@@ -13,6 +13,9 @@ from config.errors import ConfigError
 from tests.ablation.synthetic import three_arms, write_ablation
 
 
+KERNELS = "profile_traces/iteration_10/rank0_kernels.txt"
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("ablation.report.draw_all", lambda result: {})  # seconds that this is not about
@@ -21,11 +24,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in (
         "checkpoint/step-60/__0_0.distcp",
         "checkpoint/step-60/.metadata",
-        "profile_traces/trace.json",
+        "profile_traces/iteration_10/rank0_trace.json.gz",
         "model.safetensors",
     ):
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_bytes(b"0" * 1000)
+    (run / KERNELS).write_text("kernels")
     (run / "dirty.patch").write_text("+1\n")
     (run / "elsewhere").symlink_to("/etc/hostname")
     return folder
@@ -43,9 +47,9 @@ def test_the_archive_compares_again_to_the_same_numbers(folder, tmp_path, capsys
     assert not [
         name
         for name in names
-        if "checkpoint" in name or "trace" in name or "safetensors" in name or "elsewhere" in name
+        if "checkpoint" in name or "trace.json" in name or "safetensors" in name or "elsewhere" in name
     ]
-    for needed in ("config.toml", "run.json", "environment.json", "metrics.jsonl", "DONE", "dirty.patch"):
+    for needed in ("config.toml", "run.json", "environment.json", "metrics.jsonl", "DONE", "dirty.patch", KERNELS):
         assert f"weight_decay/wd_0.1/seed1-1gpu/{needed}" in names
     assert "weight_decay/report/report.json" in names
     here, _ = compare_directories([folder])

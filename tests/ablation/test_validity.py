@@ -257,6 +257,27 @@ def test_throttled_clocks(folder):
     expect(folder, "clocks not throttled", "INVALID", "seed2-1gpu: hw_thermal_slowdown", loss=False)
 
 
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        ({"throttled": ["sw_thermal_slowdown"]}, "seed2-1gpu: sw_thermal_slowdown"),
+        ({"throttled": [], "throttled_total_s": {"sw_thermal_slowdown": 47.0}}, "sw_thermal_slowdown for 7 s"),
+    ],
+)
+def test_clocks_throttled_during_the_run(folder, end, words):
+    begin = {"sm_mhz": 1980, "throttled": [], "throttled_total_s": {"sw_thermal_slowdown": 40.0}}
+    edit(folder, "environment.json", {"clocks": begin})
+    edit(folder, "run.json", {"clocks_at_end": end})
+    expect(folder, "clocks not throttled", "INVALID", words, loss=False)
+
+
+def test_what_was_throttled_before_the_run_is_not_the_runs(folder):
+    total = {"throttled_total_s": {"sw_thermal_slowdown": 40.0}}
+    edit(folder, "environment.json", {"clocks": {"sm_mhz": 1980, "throttled": [], **total}})
+    edit(folder, "run.json", {"clocks_at_end": {"throttled": [], **total}})
+    assert judged(folder)[1] == {}
+
+
 def test_other_limits_of_clock_or_power(folder):
     edit(folder, "environment.json", {"clocks": {"sm_mhz": 1980, "power_limit_w": 500.0}})
     edit(folder, "environment.json", {"clocks": {"sm_mhz": 1980, "power_limit_w": 700.0}}, ("wd_0.1", "seed1-1gpu"))

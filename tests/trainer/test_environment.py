@@ -140,7 +140,14 @@ def test_clocks_are_those_of_this_card_and_a_power_cap_is_no_throttling(monkeypa
     assert read_clocks() == {
         "sm_mhz": 1755.0, "max_sm_mhz": 1980.0, "memory_mhz": None, "power_w": 698.2, "power_limit_w": 700.0,
         "temperature_c": 61.0, "throttled": ["sw_thermal_slowdown"], "power_capped": True,
+        "throttled_total_s": None,
     }  # fmt: skip
     assert asked[0][0].startswith("--query-gpu=uuid,clocks.sm,") and asked[0][0].count(",") == 11
+    counted = "GPU-aa, 9, 9, 9\nGPU-bb, 0, 0, 2500000 us\n"
+    monkeypatch.setattr(environment, "_nvidia_smi", lambda *a: counted if "counters" in a[0] else nvidia_smi(*a))
+    told = read_clocks()
+    assert told is not None and told["throttled_total_s"] == {
+        "hw_thermal_slowdown": 0.0, "hw_power_brake_slowdown": 0.0, "sw_thermal_slowdown": 2.5,
+    }  # fmt: skip
     monkeypatch.setattr(environment, "_nvidia_smi", lambda *arguments: "")
     assert read_clocks() is None

@@ -137,7 +137,7 @@ def test_an_unfinished_attempt_is_moved_and_checkpoints_stay(tmp_path: Path, end
         run = open_it(resolved, attempt=attempt)
         (path / "metrics.jsonl").write_text(f"attempt {attempt}\n")
         (path / "tb").mkdir()
-        (path / "tb" / "events").write_text(f"events {attempt}")
+        (path / "tb" / "events.out.tfevents.7").write_text(f"events {attempt}")
         (path / "checkpoint").mkdir(exist_ok=True)
         (path / "checkpoint" / f"step-{attempt}").write_text("weights")
         if ended == "failed":
@@ -153,7 +153,7 @@ def test_an_unfinished_attempt_is_moved_and_checkpoints_stay(tmp_path: Path, end
     for attempt in (1, 2):
         earlier = path / "attempts" / str(attempt)
         assert (earlier / "metrics.jsonl").read_text() == f"attempt {attempt}\n"
-        assert (earlier / "tb" / "events").read_text() == f"events {attempt}"
+        assert (earlier / "tb" / "events.out.earlier.7").read_text() == f"events {attempt}", "TensorBoard skips it"
         assert json.loads((earlier / "run.json").read_text())["attempt"] == attempt
         assert (earlier / "FAILED").exists() == (ended == "failed")
     assert sorted(p.name for p in (path / "checkpoint").iterdir()) == ["step-1", "step-2"]
