@@ -12,7 +12,6 @@ from ablation.pack import main, pack
 from config.errors import ConfigError
 from tests.ablation.synthetic import three_arms, write_ablation
 
-
 KERNELS = "profile_traces/iteration_10/rank0_kernels.txt"
 
 
@@ -30,6 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_bytes(b"0" * 1000)
     (run / KERNELS).write_text("kernels")
+    (run / "profile_traces/iteration_10/rank0_kernels.txt").write_text("kernels")
     (run / "dirty.patch").write_text("+1\n")
     (run / "elsewhere").symlink_to("/etc/hostname")
     return folder
