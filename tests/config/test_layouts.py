@@ -14,6 +14,8 @@ from tests.config.refusal import refusal
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "parallelisms.md"
 TP, STAGE, FSDP1 = "parallelism.tensor_parallel_degree", "parallelism.zero_stage", {"parallelism.fsdp_version": 1}
+CP, ULYSSES = "parallelism.context_parallel_degree", "parallelism.context_parallel_method"
+EIGHT_HEADS = {"model.n_heads": 8, "model.n_kv_heads": 8}
 EXPERTS = {"model.name": "moe", "model.flavor": "debug_moe"}
 MET = {
     "TP, n_heads not divisible": {TP: 8, "model.n_kv_heads": 1, "model.n_heads": 12, "model.dim": 192},
@@ -40,8 +42,15 @@ MET = {
     "FSDP1 with a ZeRO stage below 3": {**FSDP1, STAGE: 2},
     "FSDP1 with experts": {**FSDP1, **EXPERTS},
     "prefetch depth without FSDP2": {"parallelism.fsdp_prefetch_blocks": 2, STAGE: 0},
+    "CP, sequence not divisible": {CP: 2, "training.seq_len": 254},
+    "CP with TP, sequence not divisible": {CP: 2, TP: 4, "training.seq_len": 36, **EIGHT_HEADS},
+    "Ulysses, n_heads not divisible": {CP: 4, ULYSSES: "ulysses", "model.n_heads": 6, "model.n_kv_heads": 6,
+        "model.dim": 96},
+    "Ulysses, n_kv_heads do not share out": {CP: 4, ULYSSES: "ulysses", "model.n_heads": 12, "model.n_kv_heads": 6, "model.dim": 192},
+    "CP with ZeRO 0 or 1": {CP: 2, STAGE: 0},
+    "CP with FSDP1": {CP: 2, **FSDP1},
 }
-OWN = [refusal for refusal in REFUSED if "TP" in refusal.layout or "ZeRO" in refusal.layout or "FSDP" in refusal.layout]
+OWN = [r for r in REFUSED if any(name in r.layout for name in ("TP", "ZeRO", "FSDP", "CP", "Ulysses"))]
 
 
 def words(values: dict) -> list[str]:
