@@ -27,7 +27,8 @@ def _uneven_tensor(config: Config, shape: ModelShape, said: Said) -> str:
     n, t = section.context_parallel_degree, section.tensor_parallel_degree
     if not context_parallel(config) or not tensor_parallel(config) or length % n or length // n % t == 0 or length % t:
         return ""
-    return f"{said('training.seq_len')} is {length // n} tokens a rank with {said(DEGREE)}, not divisible by {said(TENSOR)}"
+    share = f"{said('training.seq_len')} is {length // n} tokens a rank with {said(DEGREE)}"
+    return f"{share}, not divisible by {said(TENSOR)}"
 
 
 def _heads(config: Config, shape: ModelShape) -> tuple[int, int]:

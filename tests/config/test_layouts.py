@@ -16,6 +16,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs" / "parallelisms.md"
 TP, STAGE, FSDP1 = "parallelism.tensor_parallel_degree", "parallelism.zero_stage", {"parallelism.fsdp_version": 1}
 CP, ULYSSES = "parallelism.context_parallel_degree", "parallelism.context_parallel_method"
 EIGHT_HEADS = {"model.n_heads": 8, "model.n_kv_heads": 8}
+EP = "parallelism.expert_parallel_degree"
 EXPERTS = {"model.name": "moe", "model.flavor": "debug_moe"}
 MET = {
     "TP, n_heads not divisible": {TP: 8, "model.n_kv_heads": 1, "model.n_heads": 12, "model.dim": 192},
@@ -41,12 +42,40 @@ MET = {
     "FSDP1 with copies, or without sharding": {**FSDP1, "parallelism.data_parallel_replicate_degree": 2},
     "FSDP1 with a ZeRO stage below 3": {**FSDP1, STAGE: 2},
     "FSDP1 with experts": {**FSDP1, **EXPERTS},
+    "EP, num_experts not divisible": {"moe.num_experts": 9, EP: 2, **EXPERTS},
+    "EP with whole copies (DDP)": {EP: 2, "parallelism.data_parallel_shard_degree": 1, **EXPERTS},
+    "expert TP other than 1 or TP": {"parallelism.expert_tensor_parallel_degree": 2, EP: 2, **EXPERTS},
+    "expert TP without EP": {"parallelism.expert_tensor_parallel_degree": 2, TP: 2, **EXPERTS},
+    "overlap with shared experts without any": {"moe.comm_overlap": '"shared_expert"', EP: 2, **EXPERTS},
+    "EP with zero bubble": {
+        EP: 2,
+        "parallelism.pipeline_parallel_degree": 2,
+        "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble",
+        "parallelism.pipeline_parallel_layers_per_stage": 1,
+        "model.n_layers": 4,
+        "training.global_batch_size": 8,
+        "training.local_batch_size": 8,
+        "parallelism.pipeline_parallel_first_stage_less_layers": 0,
+        "parallelism.pipeline_parallel_last_stage_less_layers": 0,
+        **EXPERTS,
+    },
     "prefetch depth without FSDP2": {"parallelism.fsdp_prefetch_blocks": 2, STAGE: 0},
     "CP, sequence not divisible": {CP: 2, "training.seq_len": 254},
     "CP with TP, sequence not divisible": {CP: 2, TP: 4, "training.seq_len": 36, **EIGHT_HEADS},
-    "Ulysses, n_heads not divisible": {CP: 4, ULYSSES: "ulysses", "model.n_heads": 6, "model.n_kv_heads": 6,
-        "model.dim": 96},
-    "Ulysses, n_kv_heads do not share out": {CP: 4, ULYSSES: "ulysses", "model.n_heads": 12, "model.n_kv_heads": 6, "model.dim": 192},
+    "Ulysses, n_heads not divisible": {
+        CP: 4,
+        ULYSSES: "ulysses",
+        "model.n_heads": 6,
+        "model.n_kv_heads": 6,
+        "model.dim": 96,
+    },
+    "Ulysses, n_kv_heads do not share out": {
+        CP: 4,
+        ULYSSES: "ulysses",
+        "model.n_heads": 12,
+        "model.n_kv_heads": 6,
+        "model.dim": 192,
+    },
     "CP with ZeRO 0 or 1": {CP: 2, STAGE: 0},
     "CP with FSDP1": {CP: 2, **FSDP1},
 }
