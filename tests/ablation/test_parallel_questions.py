@@ -1,0 +1,64 @@
+"""Every question about how a model is spread: it passes the guard, and runs from the command line to its report."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ablation.guard import guard
+from ablation.question import find, read
+
+ROOT = Path(__file__).resolve().parents[2]
+QUESTIONS = {  # name: options beside those that make it short
+    "data_parallel": [],
+    "ddp_vs_fsdp2": [],
+    "fsdp_vs_tp_vs_pp": [],
+    "pipeline_schedules": [],
+    "tensor_vs_fsdp": [],
+    "compile": ["--compile.backend", "aot_eager"],  # inductor would compile C++ for minutes
+}
+SHORT = [
+    "--training.steps", "4", "--lr_scheduler.warmup_steps", "2", "--metrics.log_freq", "1",
+    "--validation.freq", "4", "--validation.steps", "1",
+]  # fmt: skip
+LOSS = "loss_metrics/global_avg_loss"
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_a_question_changes_one_variable_on_every_number_of_ranks_it_names(name):
+    question = read(find(name))
+    for ranks in question.table.runs_on.get("gpus", [1]):
+        assert guard(question, world_size=ranks).violations == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_a_question_runs_to_its_report_and_its_arms_learn_alike(name, tmp_path):
+    """Layouts compute in bfloat16 here, with other roundings: losses agree to that, and would not for other data."""
+    question = read(find(name))
+    ranks = min(question.table.runs_on.get("gpus", [1]))
+    arms = list(guard(question).arms)
+    command = [sys.executable, "-m", "ablation", "run", name, "--seeds", "1", *SHORT, *QUESTIONS[name]]
+    environment = os.environ | {"NGPU": str(ranks), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("ABLATION_TRAINER", None)
+    done = subprocess.run(
+        [*command, "--job.dump_folder", str(tmp_path)],
+        cwd=ROOT, env=environment, text=True, capture_output=True, timeout=1800,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = tmp_path / name
+    assert (folder / "report" / "report.html").is_file()
+    losses = {}
+    for arm in arms:
+        (run,) = folder.glob(f"{arm}/seed1-*")
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        losses[arm] = [line[LOSS] for line in lines if LOSS in line]
+    baseline = losses[question.table.baseline]
+    assert len(baseline) == 4 and baseline[-1] < baseline[0]
+    for arm, found in losses.items():
+        assert found == pytest.approx(baseline, abs=2e-3), arm
