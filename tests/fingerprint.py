@@ -10,11 +10,13 @@ bytes, and knows whose they are. ``python -m tests.fingerprint`` writes the gold
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._library.custom_ops import OPDEFS
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -73,9 +75,9 @@ class Traffic(TorchDispatchMode):
         if any(t is DTensor for t in types):
             return NotImplemented  # let it become collectives on plain tensors first
         space, _, name = func.name().partition("::")
-        if space == "ablation_trainer":  # an operator of ours, with messages inside
+        if space == "ablation_trainer":  # an operator of ours: what is sent inside of it counts
             with self:
-                return func(*args, **(kwargs or {}))
+                return inside(func)(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         name = name.partition(".")[0]
         if space in ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor") and name in KINDS:
@@ -94,6 +96,13 @@ class Traffic(TorchDispatchMode):
         for (axis, kind), (calls, size) in sorted(self.seen.items()):
             found.setdefault(axis, {})[kind] = {"calls": calls, "bytes": size}
         return found
+
+
+def inside(func: torch._ops.OpOverload) -> Callable[..., Any]:
+    """The Python function behind an operator made by ``torch.library.custom_op``. Called under a dispatch mode, it
+    shows the operators that it is made of, where the operator itself would be one.
+    """
+    return OPDEFS[func.name().partition(".")[0]]._init_fn
 
 
 def _group(args: Any) -> dist.ProcessGroup:
