@@ -27,6 +27,11 @@ class Tensor:
         return prod(self.shape) * self.count
 
     @property
+    def expert(self) -> bool:
+        """Whether it is of routed experts, stacked along the first dimension."""
+        return self.met != (1, 1)
+
+    @property
     def active(self) -> int:
         return self.numel * self.met[0] // self.met[1]
 

@@ -28,6 +28,19 @@ def layout_notes(config: Config) -> Iterator[str]:
             yield f"parallelism.{name} = true has no effect: parallelism.tensor_parallel_degree = 1"
 
 
+def expert_notes(config: Config, shape: ModelShape) -> Iterator[str]:
+    """What of expert parallelism is set and has no effect."""
+    degree = config.parallelism.expert_parallel_degree
+    if degree > 1 and shape.moe is None:
+        yield f"parallelism.expert_parallel_degree = {degree} has no effect: flavor {config.model.flavor} has no experts"
+    if degree == 1 and shape.moe is not None:
+        for name, default in (("dispatcher", "all_to_all"), ("comm_overlap", "none")):
+            if getattr(config.moe, name) != default:
+                yield (
+                    f'moe.{name} = "{getattr(config.moe, name)}" has no effect: parallelism.expert_parallel_degree = 1'
+                )
+
+
 def check_layout_on(config: Config, device: str, torch_version: str) -> None:
     """Check what only the machine can tell. ``device``: "cpu" or "cuda".
 

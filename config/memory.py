@@ -28,6 +28,15 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer_states
 
 
+@dataclass(frozen=True)
+class ExpertDegrees:
+    """How expert parallelism spreads experts: ``ep`` shares of them, each expert in ``etp`` parts, ``efsdp`` shards."""
+
+    ep: int
+    etp: int
+    efsdp: int
+
+
 def memory(
     shape: ModelShape,
     optimizer: str,
@@ -35,6 +44,7 @@ def memory(
     *,
     tensor_degree: int = 1,
     state_degree: int = 1,
+    expert_degrees: ExpertDegrees | None = None,
     modules: Collection[str] | None = None,
 ) -> Memory:
     """Float32 weights, gradients and states of a rank.
@@ -42,10 +52,14 @@ def memory(
     Tensor parallelism cuts matrices in ``tensor_degree`` parts; FSDP cuts what is left of each parameter along its
     first dimension into ``shard_degree`` parts, the first of them the largest. DDP (``shard_degree`` 1) holds whole
     copies; HSDP is FSDP over its shard degree. ZeRO stage 1 hands the states of whole parameters to ``state_degree``
-    ranks. Of a pipeline a rank holds the ``modules`` of its stages (config/pipeline.py).
+    ranks. Expert parallelism spreads experts by ``expert_degrees`` instead. Of a pipeline a rank holds the ``modules``
+    of its stages (config/pipeline.py).
     """
-    shapes = _local_shapes(shape, tensor_degree, modules)
-    size = FLOAT32_BYTES * sum(-(-s[0] // shard_degree) * prod(s[1:]) for s in shapes)
+    shapes = _local_shapes(shape, tensor_degree, modules, experts=expert_degrees is None)
+    elements = sum(-(-s[0] // shard_degree) * prod(s[1:]) for s in shapes)
+    if expert_degrees is not None:
+        elements += _expert_elements(shape, modules, expert_degrees)
+    size = FLOAT32_BYTES * elements
     states = size if state_degree == 1 else FLOAT32_BYTES * _fullest([prod(s) for s in shapes], state_degree)
     return Memory(parameters=size, gradients=size, optimizer_states=states * STATES_OF[optimizer])
 
@@ -73,19 +87,35 @@ def zero_table(
     return found
 
 
+def _expert_elements(shape: ModelShape, modules: Collection[str] | None, degrees: ExpertDegrees) -> int:
+    """Elements of the routed experts that a rank holds; their shards are equal (config/world.py)."""
+    return sum(t.numel for t in tensors(shape, _layers(modules)) if t.expert) // (
+        degrees.ep * degrees.etp * degrees.efsdp
+    )
+
+
+def _layers(modules: Collection[str] | None) -> list[int] | None:
+    """Indices of the blocks among ``modules``; None for all."""
+    if modules is None:
+        return None
+    return [int(name.removeprefix("layers.")) for name in modules if name.startswith("layers.")]
+
+
 def _local_shapes(
-    shape: ModelShape, tensor_degree: int, modules: Collection[str] | None = None
+    shape: ModelShape, tensor_degree: int, modules: Collection[str] | None = None, *, experts: bool = True
 ) -> list[tuple[int, ...]]:
-    """Every parameter as one rank of a tensor-parallel group holds it; of ``modules`` alone, if given."""
+    """Every parameter as one rank of a tensor-parallel group holds it; of ``modules`` alone, if given; those of routed
+    experts too, or not.
+    """
     ends = {"embedding": 1, "final norm": 1, "head": 1}
-    held = None
     if modules is not None:
-        held = [int(name.removeprefix("layers.")) for name in modules if name.startswith("layers.")]
         ends = {"embedding": "tok_embeddings" in modules, "final norm": "norm" in modules, "head": "output" in modules}
         if shape.enable_weight_tying:  # the stage of the head holds the matrix as well
             ends["embedding"] += ends["head"]
     found = []
-    for tensor in tensors(shape, held):
+    for tensor in tensors(shape, _layers(modules)):
+        if tensor.expert and not experts:
+            continue
         local = tuple(n // tensor_degree if i == tensor.cut else n for i, n in enumerate(tensor.shape))
         found += [local] * (tensor.count * ends.get(tensor.role, 1))
     return found

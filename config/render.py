@@ -6,7 +6,7 @@ from config.arithmetic import flops_per_token, parameter_counts
 from config.flavors import resolve_shape
 from config.keys import shown
 from config.load import Resolved, flatten
-from config.memory import memory
+from config.memory import ExpertDegrees, memory
 from config.paths import missing_files
 from config.pipeline import bubble, rank_modules, stage_modules, stage_ranks
 from config.rules import effective, tokenizer_kind
@@ -96,9 +96,10 @@ def render_dry_run(resolved: Resolved, world_size: int) -> str:
             memory(
                 shape,
                 config.optimizer.name,
-                degrees["dp_shard"],
+                degrees["dp_shard"] * degrees["cp"],
                 tensor_degree=degrees["tp"],
                 state_degree=degrees["dp_replicate"] if config.parallelism.zero_stage == 1 else 1,
+                expert_degrees=expert_degrees(degrees),
                 modules=modules,
             )
             for modules in on_ranks
@@ -108,6 +109,8 @@ def render_dry_run(resolved: Resolved, world_size: int) -> str:
     parts = {"embedding": counts.embedding, "blocks": counts.layers, "head": counts.head, "norm": shape.dim}
     in_parts = " + ".join(f"{name} {n:,}" for name, n in parts.items() if n) + ("" if counts.head else ", head tied")
     mesh = " x ".join(f"{axis}({degrees[axis]})" for axis in DEGREES if degrees[axis] > 1 or axis in DATA_AXES)
+    if experts := expert_degrees(degrees):
+        mesh += f"; experts: efsdp({experts.efsdp}) x ep({experts.ep}) x etp({experts.etp})"
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     lines = [
         _heading("Configuration", " <- ".join(str(path) for path in reversed(resolved.files)) or "defaults"),
@@ -134,6 +137,14 @@ def render_dry_run(resolved: Resolved, world_size: int) -> str:
     if remarks:
         lines += ["", _heading("Notes", ""), *(f"  {text}" for text in remarks)]
     return "\n".join(lines)
+
+
+def expert_degrees(degrees: dict[str, int]) -> ExpertDegrees | None:
+    """How the mesh spreads experts; None without expert parallelism."""
+    ep, etp = degrees["ep"], degrees["etp"]
+    if ep == 1:
+        return None
+    return ExpertDegrees(ep, etp, degrees["dp_shard"] * degrees["cp"] * degrees["tp"] // (ep * etp))
 
 
 def _pipeline(config: Config, n_layers: int, n: int) -> list[str]:

@@ -14,7 +14,7 @@ from config.attention import attention_rules
 from config.errors import ConfigError
 from config.flavors import ModelShape, resolve_shape
 from config.keys import all_keys, checked, did_you_mean, shown, unknown_key
-from config.layouts import layout_notes, layout_rules
+from config.layouts import expert_notes, layout_notes, layout_rules
 from config.moe_rules import moe_notes, moe_rules
 from config.pipeline import pipeline_rules
 from config.profiling_rules import profiling_notes, profiling_rules
@@ -84,6 +84,7 @@ def check(config: Config, origins: dict[str, str]) -> list[str]:
         *_schedule_notes(config),
         *_moe_notes(config, shape),
         *moe_notes(config, shape),
+        *expert_notes(config, shape),
         *profiling_notes(config),
     ]
 

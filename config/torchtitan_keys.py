@@ -41,7 +41,15 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         ("",),
         "the order of a pipeline comes by name; see parallelism.pipeline_parallel_schedule",
     ),
-    "parallelism.expert_parallel_degree": ((1,), f"expert parallelism is {_LATER}; set it to 1"),
+    "parallelism.expert_parallel_comm_backend": (
+        ("standard",),
+        "DeepEP's kernels need NVSHMEM and a build of their own, and none is part of this project; set it to"
+        ' "standard". moe.dispatcher = "all_to_all_dedup" sends a token once a rank, as DeepEP does',
+    ),
+    "parallelism.pipeline_parallel_expert_parallel_overlap": (
+        (True, False),
+        "a DualPipeV schedule runs the two passes of a pair one after the other",
+    ),
     "checkpoint.initial_load_model_only": (
         (True,),
         "checkpoint.initial_load_path gives weights; a run is continued from its own run directory",
@@ -90,9 +98,6 @@ FOLLOWS: dict[str, str] = {
         for section in ("training", "validation")
         for name in ("persistent_workers", "pin_memory", "prefetch_factor")
     },
-    "parallelism.pipeline_parallel_expert_parallel_overlap": "parallelism.expert_parallel_degree",
-    "parallelism.expert_tensor_parallel_degree": "parallelism.expert_parallel_degree",
-    "parallelism.expert_parallel_comm_backend": "parallelism.expert_parallel_degree",
     "checkpoint.enable_ft_dataloader_checkpoints": "fault_tolerance.enable",
     **{
         f"quantize.{name}": "model.converters"

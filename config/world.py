@@ -114,6 +114,13 @@ def _with_experts(config: Config, degrees: dict[str, int]) -> dict[str, int]:
             f"{f', and {etp} share each expert' if etp > 1 else ''}. Choose a degree that divides them:"
             f" {', '.join(map(str, fits))}."
         )
+    shape, shards = resolve_shape(config.model, config.moe), ranks // (ep * etp)
+    if shape.moe is not None and (shape.moe.num_experts // ep) % shards and shape.dim % shards:
+        raise ConfigError(
+            f"parallelism.expert_parallel_degree = {ep}: {shards} ranks shard the {shape.moe.num_experts // ep} experts"
+            f" of each share, and neither their number nor model.dim = {shape.dim} is divisible by {shards}."
+            " Choose another degree, or copies (data_parallel_replicate_degree)."
+        )
     return degrees | {"ep": ep, "etp": etp}
 
 

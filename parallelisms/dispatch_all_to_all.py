@@ -73,7 +73,9 @@ class AllToAll:
             total = collect(rows, route)
         return total, beside() if beside is not None and not self.overlap else other
 
-    def _run(self, run: Run, route: Route, rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def _run(
+        self, run: Run, route: Route, rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
         """The local experts on what has arrived. Kernels are given one row at least: one that goes nowhere."""
         arrived = len(rows)
         if arrived == 0:

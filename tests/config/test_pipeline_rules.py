@@ -142,7 +142,7 @@ def test_too_few_micro_batches_are_refused_once_the_ranks_are_known(tmp_path, ch
 
 def test_a_pipeline_reads_the_same_data_on_each_of_its_ranks():
     config = load(words()).config
-    assert mesh_degrees(config, 4) == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "tp": 1}
+    assert mesh_degrees(config, 4).items() >= {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "tp": 1}.items()
     numbers = derived(config, 4)
     assert numbers["data_parallel_degree"].value == 2
     assert numbers["pipeline_micro_batches"].value == 8
