@@ -160,6 +160,8 @@ def build_expert_step(config: Config, model: torch.nn.Module, mesh: Mesh) -> Exp
         data_ranks=mesh.dp_degree,
         sum_over_batch=mesh.sum_over_batch,
         sum_over_stages=mesh.sum_over_stages,
+        context_ranks=mesh.cp,
+        sum_over_context=mesh.sum_over_context,
     )
 
 

@@ -61,6 +61,8 @@ class Balance(nn.Module):
         self.rule = quantile.quantile_rule(moe) if moe.balance == "quantile" else None
         self.choose_by = self.rule.score if self.rule else "score"
         self.reduce_running: AllReduce | None = None  # set by the trainer for f_source = "running" on several ranks
+        self.reduce_group: AllReduce | None = None  # over the ranks that share a balance group, set where they do
+        self.group_ranks = 1
         self.columns: list[torch.Tensor] = []
         self.last_coefficients: tuple[float, ...] | None = None
         experts = shape.num_experts
@@ -145,9 +147,10 @@ class Balance(nn.Module):
                 sees what the first pass saw.
 
         Returns:
-            A float32 scalar with its coefficient and share of the step, or None where no loss is asked for.
+            A float32 scalar with its coefficient and share of the step, or None where no loss is asked for. Of ranks
+            that share a balance group, each has a part of a sum.
         """
-        moe, top_k, flat = self.moe, self.shape.top_k, valid.flatten()
+        moe, top_k, flat, reduce = self.moe, self.shape.top_k, valid.flatten(), self.reduce_group
         chosen = routing.requested & flat[:, None]
         counts = chosen.sum(0)
         if moe.balance == "global_aux_loss":
@@ -155,13 +158,13 @@ class Balance(nn.Module):
             shares = getattr(self, source) if source else counts if seen is None else counts + seen
             if source is None and self.reduce_running is not None:
                 shares = self.reduce_running(shares)
-            balance = aux_loss_of(routing.probabilities, shares, flat, top_k)
+            balance = aux_loss_of(routing.probabilities, shares, flat, top_k, reduce)
         elif moe.balance == "sequence_aux_loss" or (self.bias is not None and moe.extra_sequence_coeff):
             probabilities, requested = (t.unflatten(0, valid.shape) for t in (routing.probabilities, routing.requested))
-            balance = sequence_aux_loss(probabilities, requested, valid, top_k)
+            balance = sequence_aux_loss(probabilities, requested, valid, top_k, reduce)
         else:
-            balance = aux_loss(routing.probabilities, routing.requested, flat, top_k)
-        z = z_loss(routing.logits, flat)
+            balance = aux_loss(routing.probabilities, routing.requested, flat, top_k, reduce)
+        z = z_loss(routing.logits, flat, reduce)
 
         terms = []
         if moe.balance.endswith("aux_loss") or (self.bias is not None and moe.extra_sequence_coeff):
@@ -173,11 +176,12 @@ class Balance(nn.Module):
             entropy = router_entropy(routing.probabilities, flat)
             kept = self._kept(routing, chosen, flat)
             dropped = 1.0 - kept.sum() / counts.sum().clamp(min=1)
+            n = self.group_ranks  # the mean over ranks of n times a part is the whole
             seen_now = Observation(
                 counts=counts,
                 kept=kept,
                 tokens=flat.sum(),
-                measures=torch.stack([t.detach().float() for t in (balance, z, entropy, dropped)]),
+                measures=torch.stack([t.detach().float() for t in (balance * n, z * n, entropy, dropped)]),
                 experts=routing.experts,
                 margins=self._margins(routing, flat),
             )

@@ -21,9 +21,11 @@ class ExpertStep:
         moe: the [moe] section.
         shape: of the whole model; it has experts.
         total_steps: of the run, for schedules.
-        data_ranks: ranks that hold different tokens.
-        sum_over_batch: sums over them; they hold the same layers.
+        data_ranks: ranks that read different sequences.
+        sum_over_batch: sums over the ranks that hold different tokens and the same layers.
         sum_over_stages: sums over the ranks that hold other layers and the same tokens.
+        context_ranks: ranks that share each sequence, and so each balance group.
+        sum_over_context: sums over them.
     """
 
     def __init__(
@@ -36,6 +38,8 @@ class ExpertStep:
         data_ranks: int,
         sum_over_batch: AllReduce,
         sum_over_stages: AllReduce = lambda x: x,
+        context_ranks: int = 1,
+        sum_over_context: AllReduce = lambda x: x,
     ):
         assert shape.moe is not None
         self.model, self.moe, self.total_steps, self.data_ranks = model, moe, total_steps, data_ranks
@@ -46,9 +50,11 @@ class ExpertStep:
         """int64 (layers, E) of the whole model, dense layers left out: assignments of the step last reported."""
         self.probe: RoutingProbe | None = None
         self.exact = moe.balance == "global_aux_loss" and moe.f_source == "exact"
-        if data_ranks > 1:
-            for balance in balances(model).values():
+        for balance in balances(model).values():
+            if data_ranks * context_ranks > 1:
                 balance.reduce_running = sum_over_batch
+            if context_ranks > 1:
+                balance.reduce_group, balance.group_ranks = sum_over_context, context_ranks
 
     def report(self, micro_batch: Any, forward: Callable[[Any], object]) -> dict[str, float]:
         """Tags of a log step (:func:`model.load_statistics.moe_metrics`, and the churn). Every rank calls it, and has
