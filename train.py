@@ -264,8 +264,7 @@ def train(
     timer = StepTimer(device, first_step=done + 1)
     timer.start()
     for step in range(done + 1, steps + 1):
-        profiler.begin(step)
-        if reason := profiler.disturbs(step):
+        if reason := profiler.begin(step):
             timer.exclude(reason)
         with timer.waiting_for_data(), span(DATA):
             batch = pipeline.train.next_step()
@@ -385,8 +384,7 @@ def main(argv: list[str] | None = None) -> int:
         reason = str(error)
     except torch.OutOfMemoryError as error:
         reason = out_of_memory(error, step=profiler.step, rank=rank, device=device)
-        if profiler.snapshots is not None:
-            reason += f". Memory snapshot: {profiler.snapshots.write(f'iteration_{profiler.step}_exit')}"
+        reason += profiler.last_snapshot()
         if run is None:
             print(reason, file=sys.stderr, flush=True)
             time.sleep(SECONDS_TO_SPEAK)

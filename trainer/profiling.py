@@ -78,36 +78,38 @@ class Profiler:
         self._kineto: _KinetoProfile | None = None
         self._window: span | None = None
         self._recorded = 0
+        self._snapshots: MemorySnapshots | None = None
         self.step = 0
         """The step under way, 0 before the first."""
-        self.snapshots: MemorySnapshots | None = None
-        """This rank's, where they are on."""
 
     def open(self, run_dir: Path) -> None:
         """Begin to record allocations, if that is on, before the first is made. Nothing is written yet."""
         self._folder = run_dir / self._section.save_traces_folder
         if self._section.enable_memory_snapshot and self._mine:
-            self.snapshots = MemorySnapshots(run_dir / self._section.save_memory_snapshot_folder, self._rank)
+            self._snapshots = MemorySnapshots(run_dir / self._section.save_memory_snapshot_folder, self._rank)
 
-    def disturbs(self, step: int) -> str:
-        """Why the time of ``step`` says nothing about throughput, or nothing. The same on every rank."""
+    def begin(self, step: int) -> str:
+        """Get ready, or begin to record, if ``step`` asks for it. Call before the step's batch is taken.
+
+        Returns:
+            Why the time of this step says nothing about throughput, or nothing. The same on every rank.
+        """
+        self.step = step
+        state = self._schedule.at(step) if self._section.enable_profiling else "off"
+        if state != "off" and self._mine:
+            self._record(active=state == "active")
         if self._section.enable_memory_snapshot:
             return "memory history"
-        return "profiling" if self._section.enable_profiling and self._schedule.at(step) != "off" else ""
+        return "" if state == "off" else "profiling"
 
-    def begin(self, step: int) -> None:
-        """Get ready, or begin to record, if ``step`` asks for it. Call before the step's batch is taken."""
-        self.step = step
-        state = self._schedule.at(step)
-        if state == "off" or not (self._section.enable_profiling and self._mine):
-            return
+    def _record(self, *, active: bool) -> None:
         if self._kineto is None:
             activities = [ProfilerActivity.CPU]
             if self._device.type == "cuda":
                 activities.append(ProfilerActivity.CUDA)
             self._kineto = _KinetoProfile(activities=activities)  # what torch.profiler.profile calls by a schedule
             self._kineto.prepare_trace()
-        if state == "active":
+        if active:
             if self._window is None:
                 self._wait()
                 self._kineto.start_trace()
@@ -126,11 +128,17 @@ class Profiler:
         Returns:
             Tags of the split of a step's time, the mean over the ranks that recorded.
         """
-        if self.snapshots is not None:
-            self.snapshots.write(f"iteration_{step}")
+        if self._snapshots is not None:
+            self._snapshots.write(f"iteration_{step}")
         tags = self._close(self._folder / f"iteration_{step}")
         recorded = [found for found in self._gather(tags) if found]
         return {tag: sum(found[tag] for found in recorded) / len(recorded) for tag in recorded[0]} if recorded else {}
+
+    def last_snapshot(self) -> str:
+        """Write a memory snapshot when training ends for want of memory; returns words that say where, or nothing."""
+        if self._snapshots is None:
+            return ""
+        return f". Memory snapshot: {self._snapshots.write(f'iteration_{self.step}_exit')}"
 
     def _close(self, folder: Path) -> dict[str, float]:
         kineto, window = self._kineto, self._window
