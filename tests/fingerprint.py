@@ -30,10 +30,21 @@ ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = Path(__file__).with_name("fingerprints.json")
 QUESTIONS = {  # question -> ranks -> its arms
     "data_parallel": {4: ["ddp", "zero_1", "zero_2", "zero_3", "fsdp1", "hsdp"]},
+    "ddp_vs_fsdp2": {2: ["ddp", "fsdp2"]},
     "tensor_vs_fsdp": {2: ["fsdp", "tp"], 4: ["tp"]},
-    "fsdp_vs_tp_vs_pp": {4: ["pp"]},
-    "pipeline_schedules": {2: ["naive", "1f1b", "interleaved_1f1b", "zbv_zero_bubble"]},
+    "fsdp_vs_tp_vs_pp": {4: ["fsdp", "tp", "pp", "tp+pp"]},
+    "pipeline_schedules": {
+        2: ["naive", "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"]
+    },
 }
+BASELINES = ["llama3_1b", "llama3_8b", "llama3_70b", "moe_7b_a1b"]
+"""Complete configurations that say how they are spread: on two ranks, with their model and batch made small."""
+SMALL = {
+    "model.n_layers": 2, "model.dim": 64, "model.hidden_dim": 128, "model.n_heads": 4, "model.n_kv_heads": 2,
+    "model.head_dim": 16, "model.vocab_size": 512, "moe.num_experts": 8, "moe.top_k": 2, "moe.hidden_dim": 32,
+    "data.roots": [], "data.tokenizer": "bytes", "training.seq_len": 64, "training.local_batch_size": 2,
+    "training.global_batch_size": 8, "validation.enable": False, "compile.enable": False,
+}  # fmt: skip
 KINDS = {
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce",
@@ -157,6 +168,11 @@ def of_arm(question: str, arm: str, world_size: int) -> dict[str, Any]:
     return ranks.run(world_size, of_step, load_file(path, arm=arm).config)[0]
 
 
+def of_baseline(name: str) -> dict[str, Any]:
+    """Traffic a step on rank 0 of two of train_configs/<name>.toml, made ``SMALL``."""
+    return ranks.run(2, of_step, load_file(ROOT / "train_configs" / f"{name}.toml", SMALL).config)[0]
+
+
 def main() -> None:
     """Write the golden file."""
     found = {
@@ -165,6 +181,7 @@ def main() -> None:
         for n, names in arms.items()
         for arm in names
     }
+    found |= {f"{name}, small, on 2": of_baseline(name) for name in BASELINES}
     version = ".".join(torch.__version__.split(".")[:2])
     GOLDEN.write_text(json.dumps({"torch": version, "steps": found}, indent=1) + "\n")
     print(f"wrote {GOLDEN}")

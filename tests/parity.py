@@ -65,7 +65,7 @@ class Report:
 
 def check(reference: Config, candidate: Config, *, world_size: int, steps: int = 2, reference_world: int = 1) -> Report:
     """Raise AssertionError, explained, unless ``candidate`` on ``world_size`` ranks trains as ``reference`` does."""
-    report = compare(trace(reference, reference_world, steps), trace(candidate, world_size, steps))
+    report = compare(_reference(reference, reference_world, steps), trace(candidate, world_size, steps))
     if report.failures:
         exact = compare(
             trace(reference, reference_world, steps, float64=True),
@@ -80,6 +80,17 @@ def check(reference: Config, candidate: Config, *, world_size: int, steps: int =
         raise AssertionError("\n".join([*report.failures[:12], verdict, *exact.failures[:3]]))
     parity_table.record(world_size, report.errors)
     return report
+
+
+_references: dict[str, Trace] = {}
+
+
+def _reference(config: Config, world_size: int, steps: int) -> Trace:
+    """The :func:`trace` that many rows are held against, made once a session. Nobody changes it."""
+    key = f"{world_size} ranks, {steps} steps: {config!r}"
+    if key not in _references:
+        _references[key] = trace(config, world_size, steps)
+    return _references[key]
 
 
 def trace(config: Config, world_size: int, steps: int, *, float64: bool = False) -> Trace:

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ablation.guard import guard
+from ablation.question import read
 from tests import fingerprint, ranks
 
 GOLDEN = json.loads(fingerprint.GOLDEN.read_text())
@@ -38,8 +40,44 @@ def test_every_kind_is_counted_with_its_bytes():
             assert found["all"][kind] == {"calls": calls, "bytes": size}, kind
 
 
-@pytest.mark.parametrize("question, arm, world_size", ARMS)
-def test_a_step_sends_what_it_used_to(question, arm, world_size):
+QUICK = ["data_parallel", "tensor_vs_fsdp/tp on 2", "fsdp_vs_tp_vs_pp/pp", "pipeline_schedules/1f1b on 2"]
+
+
+def unless_golden_is_of_another_torch() -> None:
     if not torch.__version__.startswith(GOLDEN["torch"]):
         pytest.skip(f"golden figures are of torch {GOLDEN['torch']}")
+
+
+@pytest.mark.parametrize(
+    "question, arm, world_size",
+    [
+        pytest.param(q, a, n, marks=[] if f"{q}/{a} on {n}".startswith(tuple(QUICK)) else [pytest.mark.slow])
+        for q, a, n in ARMS
+    ],
+)
+def test_a_step_sends_what_it_used_to(question, arm, world_size):
+    unless_golden_is_of_another_torch()
     assert fingerprint.of_arm(question, arm, world_size) == GOLDEN["steps"][f"{question}/{arm} on {world_size}"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", fingerprint.BASELINES)
+def test_a_complete_configuration_sends_what_it_used_to(name):
+    unless_golden_is_of_another_torch()
+    assert fingerprint.of_baseline(name) == GOLDEN["steps"][f"{name}, small, on 2"]
+
+
+def test_every_parallel_question_has_a_golden_figure_for_each_arm():
+    """Of those that a question about [parallelism] runs, and of each baseline that says how it is spread."""
+    missing = []
+    for path in sorted((fingerprint.ROOT / "train_configs" / "ablations").glob("*.toml")):
+        asked = guard(read(path))
+        if any(variable.startswith("parallelism.") for variable in asked.question.variables):
+            names = {arm for q, arm, _ in ARMS if q == path.stem}
+            missing += [f"{path.stem}/{arm}" for arm in asked.arms if arm not in names]
+    for path in sorted((fingerprint.ROOT / "train_configs").glob("*.toml")):
+        if "[parallelism]" in path.read_text() and path.stem not in fingerprint.BASELINES:
+            missing.append(path.stem)
+    assert not missing, f"not in tests/fingerprint.py: {missing}"
+    golden = {f"{q}/{arm} on {n}" for q, arm, n in ARMS} | {f"{b}, small, on 2" for b in fingerprint.BASELINES}
+    assert golden == GOLDEN["steps"].keys()
