@@ -32,7 +32,8 @@ def expert_notes(config: Config, shape: ModelShape) -> Iterator[str]:
     """What of expert parallelism is set and has no effect."""
     degree = config.parallelism.expert_parallel_degree
     if degree > 1 and shape.moe is None:
-        yield f"parallelism.expert_parallel_degree = {degree} has no effect: flavor {config.model.flavor} has no experts"
+        flavor = config.model.flavor
+        yield f"parallelism.expert_parallel_degree = {degree} has no effect: flavor {flavor} has no experts"
     if degree == 1 and shape.moe is not None:
         for name, default in (("dispatcher", "all_to_all"), ("comm_overlap", "none")):
             if getattr(config.moe, name) != default:

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-
 Rows = tuple[torch.Tensor, ...]
 """Tensors with a row for each row that travels."""
 
@@ -125,7 +124,7 @@ class Journey:
     def __init__(self, route: Route, label: str, *, back: bool = False):
         self.route, self.label, self.back = route, label, back
         self.gradients: Rows = ()
-        """On their way back. Autograd wants a gradient as long as what it belongs to, so they do not pass through it."""
+        """On their way back. Autograd wants a gradient to be as long as its tensor, so they do not pass through it."""
 
     def start(self, *tensors: torch.Tensor) -> Rows:
         """Send: each (rows sent, ...) -> (rows received, ...). The results may not be read before ``finish``."""
