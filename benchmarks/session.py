@@ -125,9 +125,9 @@ class Session:
         return {"side": name, "error": last.reason, "command": last.command, "log_tail": last.log_tail}
 
     def _once(self, name: str, setting: Setting, job: Job) -> dict[str, Any]:
-        left = self.deadline - time.monotonic()
-        if left < max(self._longest.values(), default=0.0):
-            raise OutOfTime(f"{left:.0f} s are left, the longest run took {max(self._longest.values()):.0f} s")
+        left, longest = self.deadline - time.monotonic(), max(self._longest.values(), default=0.0)
+        if left < longest:
+            raise OutOfTime(f"{left:.0f} s are left, the longest run took {longest:.0f} s")
         started, begun = datetime.now(UTC), time.monotonic()
         try:
             run = self.sides[name].run(dataclasses.replace(job, limit_s=min(job.limit_s, left)), setting)
