@@ -53,8 +53,11 @@ def check_same(folder: str, theirs: ModelShape, ours: ModelShape) -> None:
         raise ConfigError("\n".join([*found, way_out]))
 
 
-def model_toml(shape: ModelShape) -> str:
+def model_toml(shape: ModelShape, assets: str = "") -> str:
     """[model], and [moe] for a shape with experts: the nearest flavor and what differs from it.
+
+    Args:
+        assets: folder of the tokenizer that goes with the model.
 
     Raises:
         ConfigError: no flavor has a value that has no key, such as the rotary scaling.
@@ -82,6 +85,8 @@ def model_toml(shape: ModelShape) -> str:
     if "model.head_dim" not in changed and changed.keys() & {"model.dim", "model.n_heads"}:
         changed["model.head_dim"] = shape.head_dim  # else it would follow dim / n_heads
     tables: dict[str, dict[str, Any]] = {"model": {"name": name, "flavor": flavor}}
+    if assets:
+        tables["model"]["hf_assets_path"] = assets
     for key, value in changed.items():
         section, field = key.split(".")
         tables.setdefault(section, {})[field] = value

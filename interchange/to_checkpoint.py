@@ -47,7 +47,8 @@ def import_hf(folder: str | Path, out: str | Path) -> Path:
         ConfigError: ``out`` exists, the folder cannot be read, or holds a model we do not have.
     """
     weights, out = HuggingFaceWeights(folder), Path(out).expanduser()
-    snippet = model_toml(weights.shape)
+    has_tokenizer = (weights.folder / "tokenizer.json").is_file()
+    snippet = model_toml(weights.shape, str(out.absolute()) if has_tokenizer else "")
     part = out.with_name(out.name + ".part")
     for path in (out, part):
         if path.exists():

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 _SIZE = {
-    "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 288, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 48, "max_position_embeddings": 16_384, "rms_norm_eps": 1e-5, "eos_token_id": None,
     "bos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
