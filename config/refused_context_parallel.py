@@ -60,6 +60,23 @@ def _few_kv_heads(config: Config, shape: ModelShape, said: Said) -> str:
     return f"{said('model.n_kv_heads')}{shared} neither divides nor is a multiple of {said(DEGREE)} with {said(METHOD)}"
 
 
+def _cut_choices(config: Config, shape: ModelShape, said: Said) -> str:
+    """Quote what experts decide over a whole micro-batch, of which each rank has a part."""
+    moe = config.moe
+    if not context_parallel(config) or shape.moe is None:
+        return ""
+    by_micro_batch = moe.balance == "quantile" and (
+        moe.quantile_preset == "megatron" or (moe.quantile_preset, moe.quantile_pool) == ("custom", "microbatch_mean")
+    )
+    decided = {
+        "moe.capacity": moe.capacity != "none",
+        "moe.routing": moe.routing == "expert_choice",
+        "moe.quantile_preset": by_micro_batch,
+    }
+    found = [said(key) for key, is_decided in decided.items() if is_decided]
+    return f"{' and '.join(found)} with {said(DEGREE)}" if found else ""
+
+
 CONTEXT_PARALLEL = (
     Refusal(
         "CP, sequence not divisible",
@@ -100,5 +117,11 @@ CONTEXT_PARALLEL = (
             "context_parallel_degree",
             "fsdp_version",
         ),
+    ),
+    Refusal(
+        "CP that cuts what experts decide together",
+        "it is decided over all tokens of a micro-batch, and each rank has a part of every sequence. Use another rule,"
+        ' such as moe.capacity = "none" or a quantile pooled over the global batch.',
+        _cut_choices,
     ),
 )

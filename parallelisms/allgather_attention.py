@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from parallelisms.block_attention import KERNELS, Merged, group_named, operator
+from parallelisms.block_attention import KERNELS, Merged, group_named, operator, rows
 from parallelisms.context_layout import Block, Layout
 
 _OPERATORS = torch.ops._c10d_functional  # torch 2.13 deprecates both Python names of these for names that 2.11 lacks
@@ -70,7 +70,7 @@ def _forward(
     merged = Merged(q)
     for block in _blocks(cut, ranks.rank(), q.shape[1], causal):
         mask = cut.mask(documents, ranks.rank(), None, block)
-        found = compute.forward(q[:, block.q], keys[:, block.k], values[:, block.k], block.causal, mask)
+        found = compute.forward(rows(q, block.q), rows(keys, block.k), rows(values, block.k), block.causal, mask)
         merged.add(*found, block.q)
     return merged.result()
 
@@ -94,12 +94,12 @@ def _backward(
     dq, total = torch.zeros_like(q, dtype=lse.dtype), torch.zeros_like(held, dtype=lse.dtype)
     for block in _blocks(cut, ranks.rank(), q.shape[1], causal):
         mine, *parts = compute.backward(
-            dout[:, block.q],
-            q[:, block.q],
-            held[0, :, block.k],
-            held[1, :, block.k],
-            out[:, block.q],
-            lse[:, :, block.q],
+            rows(dout, block.q),
+            rows(q, block.q),
+            rows(held[0], block.k),
+            rows(held[1], block.k),
+            rows(out, block.q),
+            lse[:, :, block.q].contiguous(),
             block.causal,
             cut.mask(documents, ranks.rank(), None, block),
         )

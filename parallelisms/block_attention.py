@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.distributed_c10d import _resolve_process_group as group_named
 
-__all__ = ["KERNELS", "Merged", "group_named", "operator", "wide"]
+__all__ = ["KERNELS", "Merged", "group_named", "operator", "rows", "wide"]
 
 
 class BlockKernel(Protocol):
@@ -67,6 +67,11 @@ class Merged:
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Output in the dtype of the queries, and lse."""
         return self.out.to(self.dtype), self.lse
+
+
+def rows(x: torch.Tensor, places: slice) -> torch.Tensor:
+    """Some places of (B, S, ...), contiguous, as not every kernel takes strides; no copy where B is 1."""
+    return x[:, places].contiguous()
 
 
 def operator(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:

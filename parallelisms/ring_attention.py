@@ -12,7 +12,7 @@ of gradients in float32.
 import torch
 import torch.distributed as dist
 
-from parallelisms.block_attention import KERNELS, Merged, group_named, operator
+from parallelisms.block_attention import KERNELS, Merged, group_named, operator, rows
 from parallelisms.context_layout import Layout
 
 _KEYS, _GRADIENTS = 0, 1  # tags, where the backend has them
@@ -57,9 +57,9 @@ def _forward(
         owner = (rank - step) % n
         block = cut.block(rank, owner, length, causal)
         if block is not None:
-            keys, values = held[:, :, block.k]
+            keys, values = (rows(x, block.k) for x in held)
             mask = cut.mask(documents, rank, owner, block)
-            merged.add(*compute.forward(q[:, block.q], keys, values, block.causal, mask), block.q)
+            merged.add(*compute.forward(rows(q, block.q), keys, values, block.causal, mask), block.q)
         if passing is not None:
             held = passing.wait()
     return merged.result()
@@ -90,14 +90,13 @@ def _backward(
         block = cut.block(rank, owner, length, causal)
         parts: list[torch.Tensor] = []
         if block is not None:
-            keys, values = held[:, :, block.k]
             mine, *parts = compute.backward(
-                dout[:, block.q],
-                q[:, block.q],
-                keys,
-                values,
-                out[:, block.q],
-                lse[:, :, block.q],
+                rows(dout, block.q),
+                rows(q, block.q),
+                rows(held[0], block.k),
+                rows(held[1], block.k),
+                rows(out, block.q),
+                lse[:, :, block.q].contiguous(),
                 block.causal,
                 cut.mask(documents, rank, owner, block),
             )
