@@ -43,8 +43,9 @@ def apply_activation_checkpoint(model: nn.Module, *, mode: str, selective_ac_opt
 
 
 def attention_operators() -> set[torch._ops.OpOverload]:
-    """The attention kernels that are registered as operators beside torch's own (model/attention_flash.py)."""
+    """Attention that is registered as operators beside torch's own: model/attention_flash.py, and the ring and
+    all-gather of context parallelism, whose messages would be sent again.
+    """
     registered = torch.ops.ablation_trainer
-    return {
-        getattr(registered, name).default for name in ("flash2_forward", "flash4_forward") if hasattr(registered, name)
-    }
+    names = ("flash2_forward", "flash4_forward", "ring_attention", "allgather_attention")
+    return {getattr(registered, name).default for name in names if hasattr(registered, name)}
