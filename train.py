@@ -26,6 +26,7 @@ from config.flavors import resolve_shape
 from config.layouts import check_layout_on
 from config.load import Resolved, load
 from config.pipeline import stage_count, stage_ranks
+from config.refusal import zero_bubble
 from config.render import render_dry_run
 from config.schema import Config
 from config.world import check_devices, check_world, derived, mesh_degrees, smallest_world, world_size_from
@@ -41,7 +42,9 @@ from model.expert_step import ExpertStep
 from model.initial_weights import draw, initial_value
 from model.loss import cross_entropy_sum
 from parallelisms import process_group
+from parallelisms.compile import compile_loss
 from parallelisms.data_parallel import set_gradient_sync
+from parallelisms.expert_traffic import expert_traffic, traffic_tags
 from parallelisms.gradient_norm import clip_grad_norm
 from parallelisms.mesh import Mesh
 from parallelisms.names import named_parameters, plain_name
@@ -107,7 +110,7 @@ def build_step(
     if mesh.device_mesh is not None and mesh.tp > 1 and not config.parallelism.disable_loss_parallel:
         loss = functools.partial(vocabulary_parallel_cross_entropy_sum, group=mesh.device_mesh["tp"].get_group())
     if config.compile.enable and "loss" in config.compile.components:
-        loss = torch.compile(loss, backend=config.compile.backend)
+        loss = compile_loss(loss, backend=config.compile.backend, backward_twice=zero_bubble(config))
     optimizer = build_optimizer(named_parameters(model), config.optimizer)
     if config.parallelism.zero_stage == 1 and mesh.device_mesh is not None:
         optimizer = shard_states(optimizer, mesh.device_mesh["dp_replicate"])
@@ -162,6 +165,7 @@ def build_expert_step(config: Config, model: torch.nn.Module, mesh: Mesh) -> Exp
         sum_over_stages=mesh.sum_over_stages,
         context_ranks=mesh.cp,
         sum_over_context=mesh.sum_over_context,
+        expert_ranks=mesh.ep,
     )
 
 
@@ -288,8 +292,9 @@ def train(
             with timer.paused():
                 loss, local_loss = watch.latest()
                 seen = {} if experts is None else experts.report(batch.micro_batches[0], step_once.forward)
+                traffic = expert_traffic(model) if mesh.ep > 1 else {}
                 if load_map is not None and experts is not None:
-                    load_map.log(step, experts.loads)
+                    load_map.log(step, experts.loads, **traffic)
                 metrics.log(
                     step,
                     loss=loss,
@@ -298,7 +303,7 @@ def train(
                     lr=rate,
                     times=timer.collect(),
                     validation=validation,
-                    extra=watch.counts() | seen | step_once.passes.report() | profile,
+                    extra=watch.counts() | seen | traffic_tags(traffic) | step_once.passes.report() | profile,
                 )
         if checkpointer is not None and checkpointer.due(step):
             with timer.paused(), span(CHECKPOINT):

@@ -26,6 +26,7 @@ class ExpertStep:
         sum_over_stages: sums over the ranks that hold other layers and the same tokens.
         context_ranks: ranks that share each sequence, and so each balance group.
         sum_over_context: sums over them.
+        expert_ranks: ranks that hold different experts.
     """
 
     def __init__(
@@ -40,12 +41,13 @@ class ExpertStep:
         sum_over_stages: AllReduce = lambda x: x,
         context_ranks: int = 1,
         sum_over_context: AllReduce = lambda x: x,
+        expert_ranks: int = 1,
     ):
         assert shape.moe is not None
         self.model, self.moe, self.total_steps, self.data_ranks = model, moe, total_steps, data_ranks
         self.sum_over_batch, self.sum_over_stages = sum_over_batch, sum_over_stages
         self.layers = [i for i in range(shape.n_layers) if shape.moe.has_experts(i)]
-        self.num_experts = shape.moe.num_experts
+        self.num_experts, self.expert_ranks = shape.moe.num_experts, expert_ranks
         self.loads = torch.zeros(len(self.layers), self.num_experts, dtype=torch.int64)
         """int64 (layers, E) of the whole model, dense layers left out: assignments of the step last reported."""
         self.probe: RoutingProbe | None = None
@@ -75,6 +77,7 @@ class ExpertStep:
             self.layers,
             capacity=self.moe.capacity != "none",
             per_layer=self.moe.log_per_layer,
+            expert_ranks=self.expert_ranks,
         )
         return values | self.probe.churn(lambda x: self.sum_over_stages(self.sum_over_batch(x)))
 

@@ -50,7 +50,13 @@ def noise_violation(tokens: int, num_experts: int, top_k: int) -> float:
 
 
 def moe_metrics(
-    counts: torch.Tensor, measured: torch.Tensor, layers: Sequence[int], *, capacity: bool, per_layer: bool = False
+    counts: torch.Tensor,
+    measured: torch.Tensor,
+    layers: Sequence[int],
+    *,
+    capacity: bool,
+    per_layer: bool = False,
+    expert_ranks: int = 1,
 ) -> dict[str, float]:
     """What a log step reports of all MoE layers, wherever they are held.
 
@@ -60,11 +66,13 @@ def moe_metrics(
             last report, and how many were summed.
         layers: global index of each row.
         capacity: whether assignments may be dropped.
+        expert_ranks: ranks that hold different experts, an equal share by id each.
 
     Tags: ``moe/max_violation`` and ``moe/mean_violation`` (MaxVio over layers), ``moe/load_variation`` (mean over
     layers), ``moe/effective_experts`` (smallest layer), ``moe/dead_experts`` (all layers), ``moe/aux_loss``,
     ``moe/z_loss`` (without coefficients, means over layers), ``moe/router_entropy`` (nats), and with a capacity
-    ``moe/dropped`` (share). With ``per_layer`` MaxVio, dead experts and losses of each layer too.
+    ``moe/dropped`` (share). With several ``expert_ranks`` ``moe/device_max_violation``, MaxVio of the loads of ranks,
+    largest over layers. With ``per_layer`` MaxVio, dead experts and losses of each layer too.
     """
     measured = measured.double()
     means = measured[:, :-1] / measured[:, -1:].clamp(min=1)
@@ -80,6 +88,9 @@ def moe_metrics(
     }
     if not capacity:
         del values["moe/dropped"]
+    if expert_ranks > 1:
+        of_ranks = max_violation(counts.unflatten(-1, (expert_ranks, -1)).sum(-1))
+        values["moe/device_max_violation"] = float(of_ranks.max())
     if per_layer:
         for row, index in enumerate(layers):
             layer = f"moe_layers/{index}"
@@ -87,6 +98,8 @@ def moe_metrics(
             values[f"{layer}/dead_experts"] = float(dead_experts(counts[row]))
             values[f"{layer}/aux_loss"] = float(means[row, 0])
             values[f"{layer}/z_loss"] = float(means[row, 1])
+            if expert_ranks > 1:
+                values[f"{layer}/device_max_violation"] = float(of_ranks[row])
     return values
 
 

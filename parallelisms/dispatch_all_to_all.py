@@ -31,7 +31,7 @@ class AllToAll:
         self.group, self.overlap = group, overlap
         self.local = num_experts // group.size()
         self.rows_sent, self.rows_received = 0, 0
-        """Of the latest forward pass that trains, on this rank. Recomputation finds the same."""
+        """To and from other ranks, in the latest forward pass with gradients. Recomputation finds the same."""
 
     def pack(self, experts: torch.Tensor, weights: torch.Tensor) -> tuple[Route, torch.Tensor, torch.Tensor]:
         """A row for each choice: its route, and what travels with it.
@@ -63,7 +63,8 @@ class AllToAll:
             route, weights, ids = self.pack(experts, weights)
             rows = spread(x, route)
         if torch.is_grad_enabled():
-            self.rows_sent, self.rows_received = sum(route.sent), sum(route.received)
+            own = route.sent[self.group.rank()]
+            self.rows_sent, self.rows_received = sum(route.sent) - own, sum(route.received) - own
         out, back = Journey(route, DISPATCH), Journey(route, COMBINE, back=True)
         pending, pending_ids = out.start(rows, weights), out.send((ids,))
         other = beside() if beside is not None and self.overlap else None

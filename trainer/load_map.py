@@ -23,7 +23,7 @@ def heat(ratio: torch.Tensor) -> torch.Tensor:
 
 
 class LoadMap:
-    """Writes ``moe_loads.jsonl`` ({"step", "counts": layers x experts}) and, with TensorBoard, the images moe/load and
+    """Writes ``moe_loads.jsonl`` ({"step", "counts": layers x experts} and what else is given) and, with TensorBoard, the images moe/load and
     moe/drift.
 
     moe/load has a row a layer and a column an expert. moe/drift has a row a log step, the newest last, and the experts
@@ -39,10 +39,10 @@ class LoadMap:
         self._writer = writer
         self._history: list[torch.Tensor] = []
 
-    def log(self, step: int, counts: torch.Tensor) -> None:
-        """Write one step's counts, int64 (layers, E)."""
+    def log(self, step: int, counts: torch.Tensor, **others: list[list[int]]) -> None:
+        """Write one step's counts, int64 (layers, E), and ``others``, layers x ranks."""
         counts = counts.cpu()
-        self._file.write(json.dumps({"step": step, "counts": counts.tolist()}) + "\n")
+        self._file.write(json.dumps({"step": step, "counts": counts.tolist(), **others}) + "\n")
         if self._writer is None:
             return
         ratio = counts / counts.double().mean(-1, keepdim=True).clamp(min=1e-9)
