@@ -134,7 +134,7 @@ def test_a_shape_comes_back_and_transformers_understands_it(flavor, tmp_path):
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, ("llama3", "8B"), "needs low_freq_factor"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, ("llama3", "8B"), "partial_rotary"),
         ({"mlp_only_layers": [3]}, ("moe", "Qwen3-30B-A3B"), "mlp_only_layers = [3]"),
-        ({"num_attention_heads": None}, ("llama3", "8B"), "num_attention_heads = null: expected a whole number"),
+        ({"num_attention_heads": None}, ("llama3", "8B"), "num_attention_heads = unset: expected a whole number"),
         ({"rms_norm_eps": None}, ("llama3", "8B"), "rms_norm_eps"),
     ],
 )
