@@ -402,6 +402,7 @@ def main(argv: list[str] | None = None) -> int:
             run.finish(status, steps=watch.step, reason=reason, skipped_steps=watch.skipped_steps)
             if reason:
                 print(f"Stopped after step {watch.step}: {reason}", file=sys.stderr)
+        profiler.close()
         process_group.leave()
     return 0 if status == "done" else 1
 

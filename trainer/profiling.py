@@ -140,6 +140,15 @@ class Profiler:
             return ""
         return f". Memory snapshot: {self._snapshots.write(f'iteration_{self.step}_exit')}"
 
+    def close(self) -> None:
+        """Give up a window that is under way. A process that ends inside one is torn down by a signal."""
+        if self._kineto is None:
+            return
+        if self._window is None:  # it was getting ready, and can only stop after it has begun
+            self._kineto.start_trace()
+        self._kineto.stop_trace()
+        self._kineto = self._window = None
+
     def _close(self, folder: Path) -> dict[str, float]:
         kineto, window = self._kineto, self._window
         if kineto is None or window is None:

@@ -57,6 +57,11 @@ class RunDirectory:
         """The content of run.json."""
         self._lock = lock
 
+    def add_to_record(self, **fields: Any) -> None:
+        """Set fields of run.json that are known only once the run is under way."""
+        self.record.update(fields)
+        _write_json(self.path / "run.json", self.record)
+
     def earlier_metrics(self, step: int) -> list[dict[str, Any]]:
         """Lines of metrics.jsonl that attempts before this one wrote up to ``step``, by step."""
         lines: dict[int, dict[str, Any]] = {}

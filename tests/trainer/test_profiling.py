@@ -80,6 +80,20 @@ def test_a_run_that_goes_on_inside_a_window_records_what_is_left_of_it(tmp_path)
     assert split["steps"] == 1 and tags[10]
 
 
+@pytest.mark.parametrize(("last", "state"), [(1, "warm-up"), (3, "active")])
+def test_a_run_that_ends_inside_a_window_gives_it_up(tmp_path, last, state):
+    section = Profiling(enable_profiling=True, profile_freq=4, profiler_warmup=2, profiler_active=2)
+    profiler = Profiler(section, steps=8, rank=0, device=CPU, gather=alone)
+    profiler.open(tmp_path)
+    assert profiler._schedule.at(last) == state
+    train(profiler, last)
+    profiler.close()
+    assert not torch.autograd._profiler_enabled() and list(tmp_path.iterdir()) == []
+    with torch.profiler.profile() as another:  # nothing of it is left behind
+        torch.ones(2)
+    assert [event.key for event in another.key_averages() if event.key == "aten::ones"]
+
+
 def test_ranks_that_do_not_record_know_the_tags_and_leave_the_steps_out(tmp_path):
     section = Profiling(enable_profiling=True, profile_freq=4, ranks=[1, 2])
     others = [{"profiling/step(s)": 1.0}, {"profiling/step(s)": 3.0}]
