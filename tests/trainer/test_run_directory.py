@@ -60,7 +60,8 @@ def test_new_directory_holds_the_record(tmp_path: Path) -> None:
     assert (run.path / "dirty.patch").read_bytes() == b"patch"
     assert json.loads((run.path / "environment.json").read_text()) == {"git_dirty": True}
     assert not (run.path / "DONE").exists() and not (run.path / "FAILED").exists()
-    assert run.record == record
+    run.add_to_record(warnings=["slow path"])
+    assert json.loads((run.path / "run.json").read_text()) == {**record, "warnings": ["slow path"]}
 
 
 def test_an_arm_is_named(tmp_path: Path) -> None:
