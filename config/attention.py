@@ -28,13 +28,19 @@ class AttentionKernel:
     """First and last major compute capability of the GPUs it runs on, 9 being Hopper."""
     deterministic: bool = True
     """Whether it has a backward pass that gives the same bits every time."""
+    blocks: str = "plain"
+    """Use on blocks of keys, as ring and all-gather attention do: "masked" with documents too, "" not at all."""
     package: str = ""
     """Distribution that holds it, where torch does not."""
 
 
 KERNELS: dict[str, AttentionKernel] = {
-    "sdpa": AttentionKernel("torch's choice: cuDNN, flash, memory-efficient, else math", cpu=True, float32=True),
-    "sdpa_math": AttentionKernel("plain operators, the score matrix in memory", cpu=True, float32=True),
+    "sdpa": AttentionKernel(
+        "torch's choice: cuDNN, flash, memory-efficient, else math", cpu=True, float32=True, blocks="masked"
+    ),
+    "sdpa_math": AttentionKernel(
+        "plain operators, the score matrix in memory", cpu=True, float32=True, blocks="masked"
+    ),
     "sdpa_flash": AttentionKernel(
         "FlashAttention-2 as built into torch", document_mask=False, head_dim=(8, 256, 8), capability=(8, 99)
     ),
@@ -42,7 +48,7 @@ KERNELS: dict[str, AttentionKernel] = {
         "cuDNN", document_mask=False, head_dim=(8, 128, 8), capability=(8, 99), deterministic=False
     ),
     "flex": AttentionKernel(
-        "FlexAttention, compiled with a block mask", float32=True, head_dim=(16, 256, 1), capability=(8, 99)
+        "FlexAttention, compiled with a block mask", float32=True, head_dim=(16, 256, 1), capability=(8, 99), blocks=""
     ),
     "flash2": AttentionKernel(
         "flash-attn 2, a source build", head_dim=(8, 256, 8), capability=(8, 99), package="flash-attn"
@@ -103,6 +109,12 @@ def _unfit(name: str, config: Config, shape: ModelShape) -> Iterator[tuple[str, 
     low, high, unit = kernel.head_dim
     if config.data.document_mask and not kernel.document_mask:
         yield "data.document_mask", "knows no document masks"
+    section = config.parallelism
+    if section.context_parallel_degree > 1 and section.context_parallel_method != "ulysses":
+        if not kernel.blocks:
+            yield "parallelism.context_parallel_method", "cannot attend block by block"
+        elif config.data.document_mask and kernel.document_mask and kernel.blocks != "masked":
+            yield "data.document_mask", f"takes no masks block by block, as {section.context_parallel_method} attends"
     if config.training.mixed_precision_param != "bfloat16" and not kernel.float32:
         yield "training.mixed_precision_param", "computes in bfloat16"
     if not low <= shape.head_dim <= high or shape.head_dim % unit:

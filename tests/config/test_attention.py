@@ -1,5 +1,7 @@
 """Which attention kernel a configuration may have, and what "auto" takes."""
 
+from pathlib import Path
+
 import pytest
 
 from config.attention import AUTO, KERNELS, Choice, Machine, choose_attention
@@ -52,6 +54,17 @@ def refused(tmp_path, **keys: object) -> str:
             "sdpa",
         ),
         (H200, {"training__mixed_precision_param": "float32"}, "sdpa"),
+        (H200, {"parallelism__context_parallel_degree": 2}, "flash4"),
+        (H200, {"parallelism__context_parallel_degree": 2, "data__document_mask": True}, "sdpa"),
+        (
+            H200,
+            {
+                "parallelism__context_parallel_degree": 2,
+                "parallelism__context_parallel_method": "ulysses",
+                "data__document_mask": True,
+            },
+            "flash4",
+        ),
         (Machine("cuda", 8), {}, "sdpa_cudnn"),
         (Machine("cuda", 7), {}, "sdpa"),
         (Machine("cuda", 10), {"model__head_dim": 192}, "sdpa_flash"),
@@ -109,6 +122,13 @@ def test_document_masks_are_refused_by_name(tmp_path, name):
     assert message.endswith("Backends that fit this configuration: sdpa, sdpa_math, flex, flash2, flash4.")
 
 
+def test_blocks_of_keys_are_refused_by_name(tmp_path):
+    over_ranks = {"parallelism__context_parallel_degree": 2}
+    assert "cannot attend block by block" in refused(tmp_path, attention__backend="flex", **over_ranks)
+    message = refused(tmp_path, attention__backend="flash4", data__document_mask=True, **over_ranks)
+    assert "takes no masks block by block, as ring attends" in message and message.endswith(": sdpa, sdpa_math.")
+
+
 @pytest.mark.parametrize("name", ["sdpa_flash", "sdpa_cudnn", "flash2", "flash4"])
 def test_float32_is_refused_by_name(tmp_path, name):
     message = refused(tmp_path, attention__backend=name, training__mixed_precision_param="float32")
@@ -131,6 +151,21 @@ def test_widths_of_heads_are_refused_by_name(tmp_path, name, head_dim, words):
 
 def test_cudnn_is_refused_under_deterministic_algorithms(tmp_path):
     assert "no deterministic backward" in refused(tmp_path, attention__backend="sdpa_cudnn", debug__deterministic=True)
+
+
+def test_the_page_has_the_table():
+    page = (Path(__file__).parents[2] / "docs" / "attention.md").read_text()
+    rows = {cells[0].strip(" `"): cells for line in page.splitlines() if (cells := line.strip("| ").split(" | "))[7:]}
+    assert list(rows)[1:] == list(KERNELS)
+    for name, kernel in KERNELS.items():
+        _, title, runs_on, dtype, head_dim, documents, blocks, deterministic = rows[name]
+        assert title == kernel.title and kernel.cpu == runs_on.startswith("CPU")
+        assert kernel.cpu or f"capability {kernel.capability[0]}" in runs_on
+        assert kernel.float32 == (dtype == "any") and kernel.document_mask == (documents != "refused")
+        low, high, unit = kernel.head_dim
+        assert kernel.cpu or head_dim.startswith(f"{low} to {high}" + f", by {unit}" * (unit > 1))
+        assert blocks == {"masked": "reference blocks", "plain": "whole sequences", "": "refused"}[kernel.blocks]
+        assert kernel.deterministic == (deterministic != "refused")
 
 
 def test_orders_of_auto_end_with_a_kernel_that_fits_everything():

@@ -25,7 +25,10 @@ def reference(q, k, v, document_ids=None):
 
 def test_the_registry_and_the_table_of_what_kernels_can_do_have_the_same_names():
     assert list(BACKENDS) == list(KERNELS)
-    assert all(attention_backend(name).name == name for name in KERNELS)
+    for name, kernel in KERNELS.items():
+        backend = attention_backend(name)
+        assert backend.name == name
+        assert kernel.blocks == ("" if backend.blocks is None else "masked" if backend.blocks.masks else "plain")
 
 
 @pytest.mark.parametrize("name", [name for name, kernel in KERNELS.items() if kernel.cpu])
