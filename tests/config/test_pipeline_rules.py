@@ -172,3 +172,14 @@ def test_the_memory_of_ranks_adds_up_to_the_models(schedule, tied):
     twice = 4 * shape.vocab_size * shape.dim * tied
     assert sum(parts) == whole + twice
     assert max(parts) < whole
+
+
+def test_a_rank_of_a_pipeline_holds_the_experts_of_its_own_layers():
+    """The first layers are dense: experts are counted where they are, not as many layers from the bottom."""
+    config = load([*words(**EXPERTS, **{"moe.first_dense_layers": 2, "microbatch_size": 4})]).config
+    shape = resolve_shape(config.model, config.moe)
+    assert shape.moe is not None and shape.n_layers == 4
+    first, second = (memory(shape, "SGD", modules=m).parameters for m in rank_modules(section(2), 4))
+    assert first + second == memory(shape, "SGD").parameters
+    an_expert = 4 * 3 * shape.dim * shape.moe.hidden_dim
+    assert second > 2 * shape.moe.num_experts * an_expert > first
