@@ -99,7 +99,8 @@ def trace(config: Config, world_size: int, steps: int, *, float64: bool = False)
     config.optimizer.name = "SGD"
     config.optimizer.weight_decay = 0.0
     config.training.max_norm = 0.0
-    config.training.mixed_precision_param = "float64" if float64 else "float32"  # type: ignore[assignment]
+    for key in ("mixed_precision_param", "mixed_precision_reduce"):
+        setattr(config.training, key, "float64" if float64 else "float32")
     return ranks.run(world_size, _train, config, steps)[0]
 
 
