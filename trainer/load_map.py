@@ -23,8 +23,8 @@ def heat(ratio: torch.Tensor) -> torch.Tensor:
 
 
 class LoadMap:
-    """Writes ``moe_loads.jsonl`` ({"step", "counts": layers x experts} and what else is given) and, with TensorBoard, the images moe/load and
-    moe/drift.
+    """Writes ``moe_loads.jsonl``, {"step", "counts": layers x experts} and what else it is given, and, with
+    TensorBoard, the images moe/load and moe/drift.
 
     moe/load has a row a layer and a column an expert. moe/drift has a row a log step, the newest last, and the experts
     of all layers side by side.
