@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from trainer.intervals import Interval, common, length, union, without
 from trainer.spans import DATA
-from trainer.trace import COMMUNICATION, OTHER, PHASES, Window
+from trainer.trace import COMMUNICATION, OTHER, OVERHEAD, PHASES, Window
 
 EXPOSED, DATA_WAIT, IDLE = "exposed_communication", "data_wait", "idle"
 PARTS = (*PHASES, EXPOSED, DATA_WAIT, IDLE)
@@ -96,7 +96,8 @@ def split(window: Window, steps: int) -> TimeSplit:
         return common(union(intervals), whole)
 
     communication = during([(a.begin, a.end) for a in window.activities if a.kind == COMMUNICATION])
-    work = {phase: [a for a in window.activities if a.kind != COMMUNICATION and a.phase == phase] for phase in PHASES}
+    working = [a for a in window.activities if a.kind not in (COMMUNICATION, OVERHEAD)]
+    work = {phase: [a for a in working if a.phase == phase] for phase in PHASES}
     busy = during([(a.begin, a.end) for phase in PHASES for a in work[phase]])
     exposed = without(communication, busy)
     if window.device == "cuda":

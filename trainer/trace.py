@@ -21,8 +21,11 @@ OTHER = "other"
 PHASES = (FORWARD, BACKWARD, OPTIMIZER, OTHER)
 
 GEMM, ATTENTION, COMMUNICATION, COPY, ELEMENTWISE = "GEMM", "attention", "communication", "memory copy", "elementwise"
-KINDS = (GEMM, ATTENTION, COMMUNICATION, COPY, OPTIMIZER, ELEMENTWISE)
-"""Kinds of work, as far as a name tells. elementwise holds what is none of the others: norms, reductions, indexing."""
+OVERHEAD = "overhead"
+KINDS = (GEMM, ATTENTION, COMMUNICATION, COPY, OPTIMIZER, ELEMENTWISE, OVERHEAD)
+"""Kinds of work, as far as a name tells. elementwise holds what is none of the others: norms, reductions, indexing.
+overhead is on a CPU alone: the own time of what autograd wraps around operators, in which hooks may wait for messages.
+"""
 
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCH = ("cuda_runtime", "cuda_driver")
@@ -35,6 +38,7 @@ _NAMES = (
     (COPY, r"^(?!triton_).*(memcpy|memset|copy|CatArray|chunk_cat|split_with_sizes)|aten::(cat|clone|contiguous|to)$"),
     (OPTIMIZER, r"adam"),
 )
+_BOOKKEEPING = re.compile(r"^(autograd|torch::autograd)::|^(?!Compiled)\w+$")
 _PATTERNS = [(kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _NAMES]
 
 
@@ -141,7 +145,8 @@ def _operators(complete: list[dict[str, Any]], main: Any, phases: _Phases) -> li
         if open_:
             inside[-1] += end - begin
         phase = phases.at(begin)
-        open_.append(Activity(e["name"], kind_of(e["name"], phase), phase, begin, end, 0.0))
+        kind = OVERHEAD if _BOOKKEEPING.search(e["name"]) else kind_of(e["name"], phase)
+        open_.append(Activity(e["name"], kind, phase, begin, end, 0.0))
         inside.append(0.0)
     while open_:
         close()

@@ -97,6 +97,21 @@ def test_on_a_cpu_the_main_thread_is_the_device():
     assert found.communication_s == pytest.approx(300e-6)
 
 
+def test_waiting_inside_a_backward_node_is_no_work():
+    """FSDP's hooks wait for gloo inside what autograd wraps around operators."""
+    seconds = microseconds(
+        [
+            part("window", 0, 100),
+            part("backward", 0, 100),
+            op("autograd::engine::evaluate_function: AddmmBackward0", 0, 90),
+            op("AddmmBackward0", 0, 80),
+            op("aten::mm", 0, 30),
+            gloo("all_gather", 20, 70),
+        ]
+    )[0]
+    assert seconds == {"backward": 60, "exposed_communication": 40}
+
+
 def test_what_is_written_names_each_part_and_says_what_it_is():
     for work, words in ((kernel("nvjet", 100, 300, launched=40), "launches come too late"), ([], "gloo has messages")):
         found = split(read_window([*STEP, *work]), 1)

@@ -11,6 +11,7 @@ from trainer.trace import (
     GEMM,
     OPTIMIZER,
     OTHER,
+    OVERHEAD,
     kind_of,
     read_window,
 )
@@ -99,6 +100,9 @@ def test_operators_have_their_own_times_and_gloo_is_read_from_its_threads():
             op("aten::addmm", 13, 29),
             op("aten::relu", 30, 35),
             op("aten::copy_", 10, 90, tid=GLOO),
+            op("autograd::engine::evaluate_function: MmBackward0", 60, 80),
+            op("MmBackward0", 61, 79),
+            op("aten::mm", 62, 70),
             gloo("all_reduce", 20, 90),
         ]
     )
@@ -109,6 +113,9 @@ def test_operators_have_their_own_times_and_gloo_is_read_from_its_threads():
         "aten::t": (ELEMENTWISE, "forward", 2),
         "aten::addmm": (GEMM, "forward", 16),
         "aten::relu": (ELEMENTWISE, "forward", 5),
+        "autograd::engine::evaluate_function: MmBackward0": (OVERHEAD, OTHER, 2),
+        "MmBackward0": (OVERHEAD, OTHER, 10),
+        "aten::mm": (GEMM, OTHER, 8),
         "gloo:all_reduce": (COMMUNICATION, "forward", 70),
     }
 
