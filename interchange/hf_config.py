@@ -156,7 +156,7 @@ def _experts(
 
 
 def hf_config(shape: ModelShape, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-    """config.json of a model of ``shape``, in names that every transformers from 4.51 reads.
+    """config.json of a model of ``shape``, in the names of transformers 4, which 5 reads too.
 
     Args:
         dtype: of the weights, as torch names it.

@@ -135,11 +135,18 @@ class Checkpointer:
                 part.load_state_dict(pickle.loads(state["parts"][name]))
             logger.info("Continuing after step %d, from %s", step, self._path(step))
         elif self._section.initial_load_path and not self._section.initial_load_in_hf:  # those it was made with
-            weights = {"model": self._plain_weights()}
-            dcp.load(weights, checkpoint_id=self._section.initial_load_path, no_dist=not dist.is_initialized())
-            self._set_weights(weights["model"])
+            self._load_weights(Path(self._section.initial_load_path))
             logger.info("Weights from %s", self._section.initial_load_path)
         return step
+
+    def _load_weights(self, path: Path) -> None:
+        """Parameters, and those buffers that ``path`` holds: a run may begin to balance with a bias."""
+        weights = self._plain_weights()
+        stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        buffers = {self._plain(name) for name, _ in self._model.named_buffers()}
+        there = {n: value for n, value in weights.items() if n not in buffers or f"model.{n}" in stored}
+        dcp.load({"model": there}, checkpoint_id=path, no_dist=not dist.is_initialized())
+        self._set_weights(weights | there)
 
     def due(self, step: int) -> bool:
         """Whether ``step``, just done, is to be saved."""

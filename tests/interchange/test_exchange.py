@@ -62,15 +62,18 @@ def test_bfloat16_comes_back_as_it_was(name, folders, tmp_path):
     assert transformers.AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("name", ["llama, scaled rope, tied", "qwen3_moe"])
-def test_an_imported_checkpoint_starts_a_run(name, folders, tmp_path):
-    """What `python -m interchange import` writes is a checkpoint like a run's own."""
+@pytest.mark.parametrize(
+    ("name", "balance"),
+    [("llama, scaled rope, tied", "none"), ("qwen3_moe", "aux_loss"), ("qwen3_moe", "bias_sign")],
+)
+def test_an_imported_checkpoint_starts_a_run(name, balance, folders, tmp_path):
+    """What `python -m interchange import` writes is a checkpoint like a run's own, without balancing state."""
     folder, imported = folders(name)
     stored = FileSystemReader(imported).read_metadata().state_dict_metadata
-    config = configuration(imported / "model.toml", checkpoint__initial_load_path=str(imported))
+    config = configuration(imported / "model.toml", checkpoint__initial_load_path=str(imported), moe__balance=balance)
     mesh = Mesh(rank=0, **mesh_degrees(config, 1))
     model = train.build_model(config, mesh, torch.device("cpu"))
-    assert stored.keys() == {f"model.{n}" for n in model.state_dict()}
+    assert stored.keys() == {f"model.{n}" for n in model.state_dict() if not n.endswith(".bias")}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     checkpointer = Checkpointer(
         tmp_path / "none", config.checkpoint, model=model, optimizer=optimizer, plain_name=plain_name, parts={}, steps=1

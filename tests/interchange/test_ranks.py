@@ -10,6 +10,7 @@ from tests.interchange.saved_runs import begin_from, configuration, export_at_th
 
 FSDP: dict = {}
 TP = {"parallelism__tensor_parallel_degree": 2}
+EP = {"parallelism__expert_parallel_degree": 2}
 PP = {
     "parallelism__pipeline_parallel_degree": 2,
     "parallelism__pipeline_parallel_first_stage_less_layers": 0,
@@ -17,8 +18,16 @@ PP = {
 }
 
 
-@pytest.mark.parametrize("mesh", [FSDP, TP, PP], ids=["fsdp", "tensor", "pipeline"])
-@pytest.mark.parametrize("name", ["llama, scaled rope, tied", "qwen3_moe"])
+DENSE, EXPERTS = "llama, scaled rope, tied", "qwen3_moe"
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [(DENSE, FSDP), (DENSE, TP), (DENSE, PP), (EXPERTS, FSDP), (EXPERTS, TP), (EXPERTS, PP), (EXPERTS, EP)],
+    ids=[
+        f"{kind}-{mesh}" for kind, more in (("dense", []), ("experts", ["ep"])) for mesh in ("fsdp", "tp", "pp", *more)
+    ],
+)
 def test_two_ranks_read_and_write_what_one_does(name, mesh, folders, tmp_path, monkeypatch):
     folder, imported = folders(name)
     config = configuration(imported / "model.toml", **begin_from(folder))
