@@ -5,12 +5,14 @@
     traffic.summary()   # {"tp": {"all_gather": {"calls": 17, "bytes": 1114112}, ...}, ...}
 
 torch's CommDebugMode counts calls of some collectives by operator. This counts all of them and sends and receives, with
-bytes, and knows whose they are. ``python -m tests.fingerprint`` writes the golden file anew.
+bytes, and knows whose they are. ``python -m tests.fingerprint`` writes the golden file anew, with ``--new`` only what
+it lacks.
 """
 
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +23,23 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ablation.guard import guard
+from ablation.question import read
+from config.arithmetic import parameter_counts
+from config.flavors import resolve_shape
 from config.load import load_file
 from config.schema import Config
-from parallelisms.mesh import Mesh
+from parallelisms.mesh import EXPERT_AXES, Mesh
 from tests import ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = Path(__file__).with_name("fingerprints.json")
-QUESTIONS = {  # question -> ranks -> its arms
-    "data_parallel": {4: ["ddp", "zero_1", "zero_2", "zero_3", "fsdp1", "hsdp"]},
-    "ddp_vs_fsdp2": {2: ["ddp", "fsdp2"]},
-    "tensor_vs_fsdp": {2: ["fsdp", "tp"], 4: ["tp"]},
-    "fsdp_vs_tp_vs_pp": {4: ["fsdp", "tp", "pp", "tp+pp"]},
-    "pipeline_schedules": {
-        2: ["naive", "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"]
-    },
-}
-BASELINES = ["llama3_1b", "llama3_8b", "llama3_70b", "moe_7b_a1b"]
-"""Complete configurations that say how they are spread: on two ranks, with their model and batch made small."""
+BESIDE = {("tensor_vs_fsdp", "tp"): 4}
+"""(question, arm) -> a number of ranks that is not the question's smallest."""
+SENDING = ("moe.dispatcher", "moe.comm_overlap")
+"""Variables outside of [parallelism] that decide what is sent, or when."""
+LARGEST = 20_000_000
+"""Parameters of a model that these processes can hold; a larger one is made ``SMALL``: the same layout on less."""
 SMALL = {
     "model.n_layers": 2, "model.dim": 64, "model.hidden_dim": 128, "model.n_heads": 4, "model.n_kv_heads": 2,
     "model.head_dim": 16, "model.vocab_size": 512, "moe.num_experts": 8, "moe.top_k": 2, "moe.hidden_dim": 32,
@@ -143,10 +144,18 @@ def axes_of(mesh: Mesh) -> dict[str, str]:
     """Name of a process group -> axis of ``mesh``, for :class:`Traffic`."""
     assert mesh.device_mesh is not None
     names = {mesh.device_mesh.get_group(axis).group_name: axis for axis in mesh.device_mesh.mesh_dim_names or ()}
-    joined = {"cp": mesh.cp_mesh, "dp": mesh.dp_mesh, "loss": mesh.loss_mesh, "shards": mesh.device_mesh["shards"] if mesh.tp > 1 else None}
+    joined = {
+        "cp": mesh.cp_mesh,
+        "dp": mesh.dp_mesh,
+        "loss": mesh.loss_mesh,
+        "shards": mesh.device_mesh["shards"] if mesh.tp > 1 else None,
+    }
     for name, axis in joined.items():
         if axis is not None:
             names.setdefault(axis.get_group().group_name, name)
+    if mesh.expert_mesh is not None:
+        for name in (*EXPERT_AXES[2:], "expert_shards"):
+            names.setdefault(mesh.expert_mesh[name].get_group().group_name, name)
     return names
 
 
@@ -162,30 +171,50 @@ def of_step(config: Config) -> dict[str, Any]:
     return traffic.summary()
 
 
+def arms() -> list[tuple[str, str, int]]:
+    """(question, arm, ranks) of every arm of the questions about how a model is spread, on the fewest ranks it names."""
+    found = []
+    for path in sorted((ROOT / "train_configs" / "ablations").glob("*.toml")):
+        asked = guard(read(path))
+        if any(variable.startswith("parallelism.") or variable in SENDING for variable in asked.question.variables):
+            fewest = min(asked.question.table.runs_on["gpus"])
+            found += [(path.stem, arm, fewest) for arm in asked.arms]
+    return found + [(*arm, n) for arm, n in BESIDE.items()]
+
+
+def baselines() -> list[str]:
+    """The complete configurations that say how they are spread."""
+    return sorted(p.stem for p in (ROOT / "train_configs").glob("*.toml") if "[parallelism]" in p.read_text())
+
+
 def of_arm(question: str, arm: str, world_size: int) -> dict[str, Any]:
     """Traffic a step on rank 0 of an arm of train_configs/ablations."""
-    path = ROOT / "train_configs" / "ablations" / f"{question}.toml"
-    return ranks.run(world_size, of_step, load_file(path, arm=arm).config)[0]
+    return ranks.run(world_size, of_step, _loaded(f"ablations/{question}", arm))[0]
 
 
 def of_baseline(name: str) -> dict[str, Any]:
-    """Traffic a step on rank 0 of two of train_configs/<name>.toml, made ``SMALL``."""
-    return ranks.run(2, of_step, load_file(ROOT / "train_configs" / f"{name}.toml", SMALL).config)[0]
+    """Traffic a step on rank 0 of two of train_configs/<name>.toml."""
+    return ranks.run(2, of_step, _loaded(name, None))[0]
+
+
+def _loaded(name: str, arm: str | None) -> Config:
+    path = ROOT / "train_configs" / f"{name}.toml"
+    config = load_file(path, arm=arm).config
+    large = parameter_counts(resolve_shape(config.model, config.moe)).total > LARGEST
+    return load_file(path, SMALL, arm).config if large else config
 
 
 def main() -> None:
-    """Write the golden file."""
-    found = {
-        f"{question}/{arm} on {n}": of_arm(question, arm, n)
-        for question, arms in QUESTIONS.items()
-        for n, names in arms.items()
-        for arm in names
-    }
-    found |= {f"{name}, small, on 2": of_baseline(name) for name in BASELINES}
+    """Write the golden file. With --new: keep the figures there are, and add those of new configurations."""
     version = ".".join(torch.__version__.split(".")[:2])
+    golden = json.loads(GOLDEN.read_text())
+    kept = golden["steps"] if "--new" in sys.argv and golden["torch"] == version else {}
+    wanted = {f"{question}/{arm} on {n}": partial(of_arm, question, arm, n) for question, arm, n in arms()}
+    wanted |= {f"{name} on 2": partial(of_baseline, name) for name in baselines()}
+    found = {name: kept[name] if name in kept else count() for name, count in wanted.items()}
     GOLDEN.write_text(json.dumps({"torch": version, "steps": found}, indent=1) + "\n")
     print(f"wrote {GOLDEN}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
