@@ -172,7 +172,7 @@ def of_step(config: Config) -> dict[str, Any]:
 
 
 def arms() -> list[tuple[str, str, int]]:
-    """(question, arm, ranks) of every arm of the questions about how a model is spread, on the fewest ranks it names."""
+    """(question, arm, ranks) of all arms of the questions about how a model is spread, on the fewest ranks of each."""
     found = []
     for path in sorted((ROOT / "train_configs" / "ablations").glob("*.toml")):
         asked = guard(read(path))
