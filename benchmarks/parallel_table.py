@@ -1,7 +1,7 @@
 """Every technique on two ranks, one after the other: speed, memory, exposed communication, and whether it still learns.
 
     python -m benchmarks.parallel_table                                  # two GPUs, train_configs/llama3_1b.toml
-    python -m benchmarks.parallel_table --base train_configs/debug_cpu.toml --sequences 8 --micro_batch 4 --steps 6
+    python -m benchmarks.parallel_table --base train_configs/debug_cpu.toml --sequences 8 --micro_batch 4 --steps 18
 
 Runs of ``--steps`` steps are kept under ``--folder`` and not repeated, so the same command goes on after a stop; with
 ``--budget_s`` it begins no run that would not end in time. A run that fails is a row that says why.
@@ -254,8 +254,10 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(
             f"--micro_batch must be a multiple of 4, and --sequences one of {RANKS} x it: three splits are run"
         )
-    if chosen.steps < 2 * PROFILED:
-        parser.error(f"--steps must be at least {2 * PROFILED}: the last {PROFILED} are profiled after as many")
+    if chosen.steps <= WARM_UP + 2 * PROFILED:
+        parser.error(
+            f"--steps must be above {WARM_UP + 2 * PROFILED}: the first {WARM_UP} and the profiled tell no speed"
+        )
     names = [name for name in chosen.only.split(";") if name]
     if unknown := [name for name in names if name not in TECHNIQUES]:
         parser.error(f"--only: {unknown[0]!r} is none of {'; '.join(TECHNIQUES)}")

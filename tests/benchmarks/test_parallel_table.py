@@ -109,11 +109,26 @@ def test_what_is_done_or_failed_is_not_run_again_and_time_is_kept(tmp_path, monk
     assert not bench.run_all({"later": {}}, base, tmp_path, until=time.monotonic() - 1, say=lambda _: None)
 
 
+@pytest.mark.parametrize(
+    "words, rule",
+    [
+        (["--steps", "16"], "--steps must be above 16"),
+        (["--micro_batch", "2"], "a multiple of 4"),
+        (["--sequences", "12"], "one of 2 x it"),
+        (["--only", "PP 2"], "'PP 2' is none of DDP;"),
+    ],
+)
+def test_a_table_that_could_not_be_made_is_refused(words, rule, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(words)
+    assert rule in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_debug_model_on_gloo_from_the_command_to_the_table(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     base = str(ROOT / "train_configs" / "debug_cpu.toml")
-    words = ["--base", base, "--folder", str(tmp_path), "--sequences", "8", "--steps", "14"]
+    words = ["--base", base, "--folder", str(tmp_path), "--sequences", "8", "--steps", "18"]
     assert bench.main(words) in (0, 1)
     (path,) = tmp_path.glob("*/parallel_table.json")
     found = json.loads(path.read_text())
