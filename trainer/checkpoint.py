@@ -148,15 +148,6 @@ class Checkpointer:
         dcp.load({"model": there}, checkpoint_id=path, no_dist=not dist.is_initialized())
         self._set_weights(weights | there)
 
-    def _load_weights(self, path: Path) -> None:
-        """Parameters, and those buffers that ``path`` holds: a run may begin to balance with a bias."""
-        weights = self._plain_weights()
-        stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-        buffers = {self._plain(name) for name, _ in self._model.named_buffers()}
-        there = {n: value for n, value in weights.items() if n not in buffers or f"model.{n}" in stored}
-        dcp.load({"model": there}, checkpoint_id=path, no_dist=not dist.is_initialized())
-        self._set_weights(weights | there)
-
     def due(self, step: int) -> bool:
         """Whether ``step``, just done, is to be saved."""
         first = self._section.enable_first_step_checkpoint and step == 1
