@@ -10,6 +10,7 @@ from typing import Any
 from ablation.measures import (
     MEASURES,
     Measure,
+    held_out_measures,
     lower_is_better,
     seconds_at_tokens,
     seconds_to_reach,
@@ -273,7 +274,8 @@ def comparison_table(c: Comparison, loss: dict[str, Any], speed: dict[str, Any],
     if expected == "loss-neutral" and c.role == "candidate" and loss["word"] != "INVALID":
         expectation = {"equivalent": "held", "better": "violated", "worse": "violated"}.get(loss["word"], "open")
     rows = [
-        metric_row(measure, c.sides, paired=not (c.speed if measure.ratio else c.loss).unpaired) for measure in MEASURES
+        metric_row(measure, c.sides, paired=not (c.speed if measure.ratio else c.loss).unpaired)
+        for measure in (*MEASURES, *held_out_measures(c.sides.runs))
     ]
     return {
         "arm": c.label, "baseline": c.baseline, "role": c.role, "tier": c.tier,

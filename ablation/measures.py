@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ablation.held_out import PREFIX
 from ablation.runs import TRAIN_LOSS, VALIDATION_LOSS, Run
 from ablation.statistics import mean, quantile
 
@@ -160,6 +161,12 @@ class Measure:
     ratio: bool
     value: Callable[[Run, float], float | None]
     note: str = ""
+
+
+def held_out_measures(runs: Sequence[Run]) -> list[Measure]:
+    """A row for every metric of a held-out task that some run was evaluated on."""
+    tags = sorted({tag for run in runs for tag in run.evaluations})
+    return [Measure(tag.removeprefix(PREFIX), "", False, _at(tag), "held-out task (lm-eval)") for tag in tags]
 
 
 MEASURES = (

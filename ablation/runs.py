@@ -1,7 +1,8 @@
 """Run directories, as the trainer leaves them, read into memory. The comparison has no other source.
 
 ```
-<run_dir>/config.toml  run.json  environment.json  metrics.jsonl  [dirty.patch]  [DONE | FAILED]  [attempts/<n>/]
+<run_dir>/config.toml  run.json  environment.json  metrics.jsonl  [dirty.patch]  [evaluations/]  [DONE | FAILED]
+          [attempts/<n>/]
 ```
 """
 
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ablation.differences import NAMING_KEYS
+from ablation.held_out import Series, read_evaluations
 from config.errors import ConfigError
 
 # Keys that name a run or its luck, and not what is trained.
@@ -48,6 +50,7 @@ class Run:
     attempts: int = 0
     repeat: int = 0
     tune: dict[str, Any] = field(default_factory=dict)
+    evaluations: dict[str, Series] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -95,6 +98,8 @@ class Run:
 
     def series(self, tag: str) -> list[tuple[int, float]]:
         """(step, value) of every line that holds the tag, in order. Not-a-number values are kept."""
+        if tag in self.evaluations:
+            return self.evaluations[tag]
         return [(int(line["step"]), float(line[tag])) for line in self.lines if line.get(tag) is not None]
 
     def lines_of(self, name: str) -> list[dict[str, Any]]:
@@ -220,6 +225,7 @@ def read_run(path: Path) -> Run:
         attempts=len(list(attempts.iterdir())) if attempts.is_dir() else 0,
         repeat=int(place["repeat"] or 0) if place else 0,
         tune=dict(entry.get("tune") or {}),
+        evaluations=read_evaluations(path),
     )
 
 

@@ -18,9 +18,6 @@ from interchange.load import load_hf_model, load_run_model
 from interchange.tokenizer_files import tokenizer_folder
 from model.decoder import Decoder
 
-BACKEND = "sdpa"
-"""Attention of passes without a cache: on any device, and with the masks that padding needs."""
-
 
 @dataclass(frozen=True)
 class Source:
@@ -81,7 +78,6 @@ def _run(folder: Path, step: int | None) -> Source:
             device=device,
             dtype=dtype,
             max_positions=positions,
-            backend=BACKEND,
         ),
         trained_length=config.training.seq_len,
     )
@@ -96,7 +92,7 @@ def _hugging_face(folder: Path) -> Source:
         tokenizer=tokenizer,
         encode=lambda text: tokenizer.encode_prompt(text) or [tokenizer.bos_id],
         load=lambda device, dtype, positions: load_hf_model(
-            folder, device=device, dtype=dtype, max_positions=positions, backend=BACKEND
+            folder, device=device, dtype=dtype, max_positions=positions
         ),
         trained_length=None,
     )

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from model.attention import Attention
+from model.attention_blocks import BlockKernel
 from model.decoder import Decoder
 
 
@@ -22,7 +23,7 @@ class KVCache:
     """
 
     name = "kv_cache"
-    blocks = None
+    blocks: BlockKernel | None = None
 
     def __init__(self, length: int):
         self.length = length
@@ -30,7 +31,10 @@ class KVCache:
         self.document_ids: torch.Tensor | None = None  # (B, L)
 
     def prepare(
-        self, document_ids: torch.Tensor | None, document_starts: torch.Tensor | None, tokens: torch.Tensor
+        self,
+        document_ids: torch.Tensor | None,
+        document_starts: torch.Tensor | None = None,
+        tokens: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Begin a pass over ``tokens`` (B, S). Give ``document_ids`` (B, S) in every pass or in none.
 
@@ -41,6 +45,7 @@ class KVCache:
         Raises:
             ValueError: there is no room for S more tokens.
         """
+        assert tokens is not None  # the decoder gives them
         batch, new = tokens.shape
         self.start, self.end = self.end, self.end + new
         if self.end > self.length:
@@ -64,14 +69,17 @@ class CachedAttention:
     """
 
     name = "kv_cache"
-    blocks = None
+    blocks: BlockKernel | None = None
 
     def __init__(self, cache: KVCache):
         self.cache = cache
         self.kept: torch.Tensor | None = None  # keys and values, (2, B, H_kv, L, D)
 
     def prepare(
-        self, document_ids: torch.Tensor | None, document_starts: torch.Tensor | None, tokens: torch.Tensor
+        self,
+        document_ids: torch.Tensor | None,
+        document_starts: torch.Tensor | None = None,
+        tokens: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """As :meth:`KVCache.prepare`."""
         return self.cache.prepare(document_ids, document_starts, tokens)
@@ -102,7 +110,7 @@ def cached(model: Decoder, length: int) -> Iterator[KVCache]:
     before = model.backend, [layer.backend for layer in layers]
     cache = KVCache(length)
     try:
-        model.backend = cache  # type: ignore[assignment]  # prepares masks; layers have kernels of their own
+        model.backend = cache  # type: ignore[assignment]  # prepares, attends to nothing: that is the layers'
         for layer in layers:
             layer.backend = CachedAttention(cache)
         yield cache

@@ -24,6 +24,10 @@ ROOMS = {
     "ablation_train",
     "benchmarks",
     "interchange",
+    "generation",
+    "generate",
+    "evaluation",
+    "evaluate",
 }
 
 
@@ -50,7 +54,11 @@ TABLE = {
     "parallelisms": Rule(may=("config", "titan", "torch"), lazily=("torchao",)),
     "trainer": Rule(may=("config", "titan", "torch", "safetensors", "tomli"), lazily=("tensorboard", "triton")),
     "interchange": Rule(may=("config", "data", "model", "trainer", "torch", "safetensors", "tomli_w")),
+    "generation": Rule(may=("config", "data", "interchange", "model", "torch"), never=("torch.distributed",)),
+    "evaluation": Rule(may=("config", "tomli"), lazily=("tensorboard",)),
     "titan": Rule(may=("config", "torchtitan")),
+    "generate": Rule(may=("config", "generation", "torch")),
+    "evaluate": Rule(may=("config", "evaluation"), lazily=("interchange", "torch")),
     "ablation_train": Rule(may=(), lazily=("config", "data", "interchange", "model", "trainer", "torch")),
 }
 
