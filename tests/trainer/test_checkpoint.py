@@ -147,6 +147,7 @@ def test_a_run_continues_on_another_mesh(mesh, tmp_path):
 FSDP = (2, {})
 PP2 = (2, {"parallelism__pipeline_parallel_degree": 2})
 PP4 = (4, {"parallelism__pipeline_parallel_degree": 4})
+RING2 = (2, {"parallelism__context_parallel_degree": 2})
 V = (2, PP2[1] | {"parallelism__pipeline_parallel_schedule": "ZBVZeroBubble"})
 MOVES = {
     "zero 1 to fsdp2": ((2, {"parallelism__zero_stage": 1}), FSDP),
@@ -156,11 +157,13 @@ MOVES = {
     "pp2 to pp4": (PP2, PP4),
     "pp2 to a V": (PP2, V),
     "pp2 to zero 1": (PP2, (2, {"parallelism__zero_stage": 1})),
+    "ring 2 to one process": (RING2, (1, {})),
+    "fsdp2 to ring 2": (FSDP, RING2),
 }
 
 
 # Each direction once; the rest in the slow tier.
-QUICK = [("zero 1 to fsdp2", False), ("fsdp2 to zero 1", False), ("pp2 to pp4", False), ("pp2 to fsdp2", True)]
+QUICK = [("ring 2 to one process", False), ("zero 1 to fsdp2", False), ("fsdp2 to zero 1", False), ("pp2 to pp4", False), ("pp2 to fsdp2", True)]
 SLOW = [(m, e) for m in MOVES for e in (False, True) if (m, e) not in QUICK and not (e and "zero 1" in m)]
 
 
