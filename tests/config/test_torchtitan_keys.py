@@ -67,6 +67,19 @@ def test_the_others_load_without_what_was_refused(name):
     assert config.parallelism.tensor_parallel_degree == 8
 
 
+def test_context_parallel_keys_say_method_and_layout(tmp_path):
+    (tmp_path / "a.toml").write_text("")
+    rotate, balancer = (f"parallelism.context_parallel_{name}" for name in ("rotate_method", "load_balancer"))
+    for asked, method in {"allgather": "allgather", "alltoall": "ring"}.items():
+        section = load_file(tmp_path / "a.toml", {rotate: asked, balancer: "headtail"}).config.parallelism
+        assert (section.context_parallel_method, section.context_parallel_layout) == (method, "zigzag")
+    resolved = load_file(tmp_path / "a.toml", {balancer: "ptrr"})
+    assert any(balancer in note for note in resolved.notes), "harmless without context parallelism"
+    two = {"parallelism.context_parallel_degree": 2, balancer: "ptrr"}
+    message = refusal(tmp_path, load_file, tmp_path / "a.toml", two)
+    assert f'{balancer} = "ptrr": there is no such option here; parallelism.context_parallel_layout' in message
+
+
 @pytest.mark.parametrize("full", sorted(torchtitan_keys.REFUSED))
 def test_harmless_values_load_and_others_are_refused_by_name(tmp_path, full):
     (tmp_path / "a.toml").write_text("")
