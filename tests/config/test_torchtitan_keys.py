@@ -32,7 +32,7 @@ def test_8b_loads():
     assert resolved.origins["data.name"] == "llama3_8b.toml, from training.dataset"
     (note,) = [n for n in resolved.notes if "torchtitan" in n]
     assert (
-        "checkpoint.export_dtype" in note
+        "checkpoint.last_save_model_only" in note
         and "quantize.linear.float8.filter_fqns" in note
         and "training.data" not in note
     )
