@@ -169,7 +169,7 @@ def test_a_run_on_a_gpu(tmp_path):
 
 @pytest.mark.gpu
 def test_running_out_of_memory_is_one_sentence_with_a_snapshot(tmp_path):
-    """Logits of 65,536 tokens over a million words are 131 GB in bfloat16, and their gradient is as large."""
+    """Logits of 65,536 tokens over a million words are 262 GB in float32."""
     run_dir = tmp_path / "run"
     large = ["--training.seq_len", "256", "--training.local_batch_size", "256", "--training.global_batch_size", "256"]
     large += ["--model.vocab_size", "1000000", "--training.steps", "4", "--profiling.enable_memory_snapshot"]

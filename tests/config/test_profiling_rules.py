@@ -52,7 +52,8 @@ def test_memory_snapshots_need_a_gpu(tmp_path):
 
 
 def test_what_may_surprise_is_noted(tmp_path):
-    (tmp_path / "a.toml").write_text("[profiling]\nenable_profiling = true\nprofile_freq = 100\n[training]\nsteps = 20\n")
+    text = "[profiling]\nenable_profiling = true\nprofile_freq = 100\n[training]\nsteps = 20\n"
+    (tmp_path / "a.toml").write_text(text)
     assert any("profile_freq = 100 is beyond" in note for note in load_file(tmp_path / "a.toml").notes)
     notes = load(["--profiling.enable_memory_snapshot"]).notes
     assert any("none counts for throughput" in note for note in notes)
