@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections import defaultdict
 from pathlib import Path
 
@@ -141,5 +142,7 @@ class CheckpointWeights:
             raise ConfigError(f"{self.folder}: {name} {found}; config.toml implies {tuple(size)}")
         # Read to the CPU: a rank of a running job has other uses for its GPU's memory.
         state = {"model": {name: torch.empty(size, dtype=stored.properties.dtype)}}
-        dcp.load(state, checkpoint_id=self.folder, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as no_dist says
+            dcp.load(state, checkpoint_id=self.folder, no_dist=True)
         return state["model"][name].to(device)
