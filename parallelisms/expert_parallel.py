@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -128,4 +127,5 @@ class _Whole(torch.autograd.Function):
 
 
 def _gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    return collectives.wait_tensor(collectives.all_gather_tensor(x.contiguous(), 0, group))
+    operators = torch.ops._c10d_functional  # the function around it has another name in each release
+    return operators.wait_tensor(operators.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))

@@ -34,7 +34,7 @@ from tests import ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = Path(__file__).with_name("fingerprints.json")
-BESIDE = {("tensor_vs_fsdp", "tp"): 4} | {
+BESIDE = {("tensor_vs_fsdp", "tp"): 4, ("fsdp_vs_ep", "ep"): 4} | {
     ("context_parallel_method", method): 4 for method in ("ring", "allgather", "ulysses")
 }
 """(question, arm) -> a number of ranks that is not the question's smallest."""

@@ -17,7 +17,10 @@ ROOT = Path(__file__).resolve().parents[2]
 QUESTIONS = {  # name: options beside those that make it short
     "data_parallel": [],
     "ddp_vs_fsdp2": [],
+    "fsdp_vs_ep": [],
     "fsdp_vs_tp_vs_pp": [],
+    "moe_comm_overlap": [],
+    "moe_dispatcher": [],
     "pipeline_schedules": [],
     "tensor_vs_fsdp": [],
     "compile": ["--compile.backend", "aot_eager"],  # inductor would compile C++ for minutes

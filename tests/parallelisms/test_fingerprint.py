@@ -1,5 +1,6 @@
 """Communication of a step, held against golden figures and against what each technique must send."""
 
+import copy
 import json
 
 import pytest
@@ -36,12 +37,28 @@ def test_every_kind_is_counted_with_its_bytes():
             assert found["all"][kind] == {"calls": calls, "bytes": size}, kind
 
 
-QUICK = ["data_parallel", "tensor_vs_fsdp/tp on 2", "fsdp_vs_tp_vs_pp/pp", "pipeline_schedules/1f1b on 2"]
+QUICK = [
+    "data_parallel",
+    "tensor_vs_fsdp/tp on 2",
+    "fsdp_vs_tp_vs_pp/pp",
+    "pipeline_schedules/1f1b on 2",
+    "fsdp_vs_ep/ep on 2",
+]
 
 
 def unless_golden_is_of_another_torch() -> None:
     if not torch.__version__.startswith(GOLDEN["torch"]):
         pytest.skip(f"golden figures are of torch {GOLDEN['torch']}")
+
+
+def assert_same(found: dict, golden: dict) -> None:
+    """To the byte; rows that travel to experts to one per cent, as the rounding of another CPU may flip a choice."""
+    found, golden = copy.deepcopy(found), copy.deepcopy(golden)
+    for axis, kinds in found.items():
+        before = golden.get(axis, {}).get("all_to_all")
+        if before and "all_to_all" in kinds:
+            assert kinds["all_to_all"].pop("bytes") == pytest.approx(before.pop("bytes"), rel=0.01)
+    assert found == golden
 
 
 @pytest.mark.parametrize(
@@ -53,14 +70,14 @@ def unless_golden_is_of_another_torch() -> None:
 )
 def test_a_step_sends_what_it_used_to(question, arm, world_size):
     unless_golden_is_of_another_torch()
-    assert fingerprint.of_arm(question, arm, world_size) == GOLDEN["steps"][f"{question}/{arm} on {world_size}"]
+    assert_same(fingerprint.of_arm(question, arm, world_size), GOLDEN["steps"][f"{question}/{arm} on {world_size}"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BASELINES)
 def test_a_complete_configuration_sends_what_it_used_to(name):
     unless_golden_is_of_another_torch()
-    assert fingerprint.of_baseline(name) == GOLDEN["steps"][f"{name} on 2"]
+    assert_same(fingerprint.of_baseline(name), GOLDEN["steps"][f"{name} on 2"])
 
 
 def test_every_parallel_configuration_has_a_golden_figure():

@@ -3,6 +3,7 @@
 import pytest
 
 from tests import parity
+from tests.parallelisms.test_parity_context import CP2, METHOD
 from tests.parallelisms.test_parity_tensor import BY_OPERATOR, COMPILE, EXPERTS, FULL, TP2, sparse
 
 EP2 = {"parallelism__expert_parallel_degree": 2}
@@ -16,7 +17,8 @@ PP2 = {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parall
 AUX, SEQUENCE = EXPERTS["aux loss, z-loss"], EXPERTS["sequence-wise, masked labels"]
 SHARED, CAPACITY = EXPERTS["noise, shared expert, dense layer"], EXPERTS["capacity, exact load"]
 EIGHT = {"training__local_batch_size": 1}
-# name -> (ranks, layout, model). Batch 2 under TP: a router gradient that is not whole, or rows in the wrong order, show.
+ONE_BY_ONE = {"parallelism__pipeline_parallel_microbatch_size": 1}
+# name -> (ranks, layout, model). Batch 2 under TP: a router gradient that is not whole, or rows out of order, show.
 ROWS = {
     "ep2, aux loss": (2, EP2, AUX),
     "ep2, once a rank, full checkpointing, capacity": (2, EP2 | ONCE | FULL, CAPACITY),
@@ -53,10 +55,16 @@ SLOW = {
     "fsdp4 x tp2 x ep4, once a rank, full checkpointing": (8, TP2 | EP4 | ONCE | FULL, SHARED | EIGHT),
     "fsdp4 x tp2 x ep2, experts narrowed": (8, TP2 | EP2 | NARROW, AUX | EIGHT),
     "hsdp 2x2 x tp2 x ep4": (8, COPIES | TP2 | EP4, AUX | EIGHT),
+    "cp2 x ep2": (2, CP2 | EP2, AUX),
+    "cp2 x ep2, once a rank, overlap, all-gather, full checkpointing": (
+        2, CP2 | EP2 | ONCE | OVERLAP | FULL | METHOD["allgather"], SHARED,
+    ),
+    "fsdp2 x cp2 x ep4": (4, CP2 | EP4, AUX),
+    "fsdp2 x cp2 x tp2 x ep4, once a rank": (8, CP2 | TP2 | EP4 | ONCE, AUX),
     "pp2 x ep2": (4, PP2 | EP2, AUX),
-    "fsdp4 x pp2 x ep2": (8, PP2 | EP2 | ONCE, AUX | EIGHT | {"parallelism__pipeline_parallel_microbatch_size": 1}),
+    "fsdp4 x pp2 x ep2": (8, PP2 | ONE_BY_ONE | EP2 | ONCE, AUX | EIGHT),
     "pp2 x tp2 x ep2": (4, PP2 | TP2 | EP2, AUX),
-}
+}  # fmt: skip
 
 
 def check(rows, row):
