@@ -99,7 +99,7 @@ def test_what_follows_loads_with_any_value(tmp_path, full, parent):
 
 
 def test_a_number_is_not_a_truth_value(tmp_path):
-    (tmp_path / "a.toml").write_text("[fault_tolerance]\nenable = 0\n[parallelism]\ncontext_parallel_degree = true\n")
+    (tmp_path / "a.toml").write_text("[fault_tolerance]\nenable = 0\n[training.dataloader]\nnum_workers = false\n")
     assert len(refusal(tmp_path, load_file, tmp_path / "a.toml").splitlines()) == 2
 
 

@@ -39,6 +39,8 @@ def test_every_kind_is_counted_with_its_bytes():
 
 QUICK = [
     "data_parallel",
+    "context_parallel_method/ring on 4",
+    "context_parallel_method/ulysses on 4",
     "tensor_vs_fsdp/tp on 2",
     "fsdp_vs_tp_vs_pp/pp",
     "pipeline_schedules/1f1b on 2",
