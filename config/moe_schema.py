@@ -48,7 +48,7 @@ class Moe:
     dispatcher: Literal["all_to_all", "all_to_all_dedup"] = "all_to_all"
     """How tokens reach experts on other ranks. all_to_all: once an expert. all_to_all_dedup: once a rank."""
     comm_overlap: Literal["none", "shared_expert"] = "none"
-    """What is computed while tokens travel under expert parallelism. shared_expert: the shared experts. Same results."""
+    """What expert parallelism computes while tokens travel. shared_expert: the shared experts. Same results."""
     balance: Literal[
         "none",
         "aux_loss",

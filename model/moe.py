@@ -119,7 +119,9 @@ class MoE(nn.Module):
         )
         loss, observation = balance.observe(routing, valid, seen)
         weights = routing.weights if loss is None else inject_loss(routing.weights, loss)
-        beside = None if self.shared_experts is None else functools.partial(self.shared_experts, x)
+        beside: Callable[[], torch.Tensor] | None = None
+        if self.shared_experts is not None:
+            beside = functools.partial(self.shared_experts, x)  # type: ignore[misc]  # mypy's view of partial
         out, shared = self.dispatcher(
             tokens, routing.experts, weights, self.router.max_rows(len(tokens)), self.experts, beside
         )

@@ -122,4 +122,6 @@ def hidden_states(mesh: Mesh, config: Config, dim: int) -> torch.Tensor:
     dtype = DTYPES[training.mixed_precision_param]
     if dtype == torch.bfloat16 and not mesh.sharded:
         dtype = torch.float32  # autocast leaves embeddings, norms and the sums between blocks as they are
-    return torch.empty(rows, training.seq_len // (mesh.cp * mesh.tp), dim, dtype=dtype, device="meta", requires_grad=True)
+    return torch.empty(
+        rows, training.seq_len // (mesh.cp * mesh.tp), dim, dtype=dtype, device="meta", requires_grad=True
+    )
