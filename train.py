@@ -106,7 +106,7 @@ def build_step(
     accept: Accept = lambda batch, result: True,
 ) -> TrainStep:
     """One optimizer step of ``config`` for ``model``; ``accept`` may veto its update."""
-    loss = cross_entropy_sum
+    loss: Loss = cross_entropy_sum
     if mesh.device_mesh is not None and mesh.tp > 1 and not config.parallelism.disable_loss_parallel:
         loss = functools.partial(vocabulary_parallel_cross_entropy_sum, group=mesh.device_mesh["tp"].get_group())
     if config.compile.enable and "loss" in config.compile.components:

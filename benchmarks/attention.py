@@ -213,6 +213,7 @@ def main() -> int:
             report["tables"].append(measure(fitting, shape, packed, options))
             show(report["tables"][-1])
             torch.cuda.empty_cache()
+            torch.compiler.reset()  # a training run has one shape, and compiles for a handful at most
             options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")  # what is done is not lost
     for name, problem in here.missing.items():

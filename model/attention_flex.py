@@ -59,7 +59,9 @@ def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @functools.cache
 def _compiled() -> Callable[..., Any]:
-    return torch.compile(flex_attention, dynamic=False)
+    # fullgraph: at the limit of recompilations torch stops with an error. Otherwise it would go on with the
+    # uncompiled operator, which holds the score matrix.
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
 class Flex:

@@ -107,12 +107,11 @@ class Mesh:
         if self.tp > 1:  # DTensor then reduces a gradient norm over both axes at once
             self.device_mesh["dp_shard", "tp"]._flatten("shards")
         if self.cp > 1:
-            sizes = (self.world_size // (self.cp * self.tp), self.cp, self.tp)
-            self.cp_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("others", "cp", "cp_tp"))["cp"]
-
+            shared = (self.world_size // (self.cp * self.tp), self.cp, self.tp)
+            self.cp_mesh = init_device_mesh(device_type, shared, mesh_dim_names=("others", "cp", "cp_tp"))["cp"]
         if self.ep > 1:
-            sizes = (self.pp, self.dp_replicate, self.efsdp, self.ep, self.etp)
-            self.expert_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=EXPERT_AXES)
+            folded = (self.pp, self.dp_replicate, self.efsdp, self.ep, self.etp)
+            self.expert_mesh = init_device_mesh(device_type, folded, mesh_dim_names=EXPERT_AXES)
             self.expert_mesh[EXPERT_AXES[2:]]._flatten("expert_shards")
 
     def sum_over_data(self, x: torch.Tensor) -> torch.Tensor:
