@@ -27,11 +27,11 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch
 def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, draw: Draw, device: torch.device) -> nn.Module:
     """Spread ``model`` (on the meta device) over ``mesh`` in place and give it its initial weights.
 
-    Pipeline split -> each stage: tensor parallelism, expert parallelism -> activation checkpointing -> compile (per
-    block) -> FSDP2 / HSDP -> weights -> DDP, FSDP1.
+    Pipeline split -> each stage: tensor parallelism, expert parallelism, context parallelism -> activation
+    checkpointing -> compile (per block) -> FSDP2 / HSDP -> weights -> DDP, FSDP1.
 
-    What a rank does not hold need not be wrapped, so the split comes first. Tensor and expert parallelism address
-    modules by the model's own paths, which wrapping changes; their collectives are inside the blocks. Checkpointing
+    What a rank does not hold need not be wrapped, so the split comes first. Tensor, expert and context parallelism
+    address modules by the model's own paths, which wrapping changes; their messages are inside the blocks. Checkpointing
     comes next so that the compiler sees it; FSDP wraps what is compiled, so its collectives stay outside the graph;
     weights need their final placement; DDP and FSDP1 read parameters when they are built and come last. A pipeline
     sums gradients over whole copies itself (parallelisms/pipeline.py).
