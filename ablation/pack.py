@@ -1,7 +1,7 @@
 """``python -m ablation pack DIR``: what a colleague needs to judge an ablation, as two files.
 
 ``<name>-report.html`` is the report, in one file. ``<name>.tar.gz`` holds the report and every run directory without
-checkpoints and profiles' traces, and compares again where it is unpacked.
+checkpoints, their tokenizer and profiles' traces, and compares again where it is unpacked.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ablation.compare import compare_directories
 from ablation.report import write_report
 from config.errors import ConfigError
 
-LEFT_OUT_FOLDERS = frozenset({"checkpoint", "checkpoints"})
+LEFT_OUT_FOLDERS = frozenset({"checkpoint", "checkpoints", "tokenizer"})
 LEFT_OUT_ENDINGS = (
     ".pt", ".pth", ".bin", ".distcp", ".safetensors", ".partial", ".lock", "_trace.json.gz", "_snapshot.pickle"
 )  # fmt: skip

@@ -122,8 +122,15 @@ def result_of(task: str, results: dict[str, Any]) -> dict[str, Any]:
         "samples": results.get("n-samples", {}).get(task, {}).get("effective"),
         "fewshot": results.get("n-shot", {}).get(task),
         "version": results.get("versions", {}).get(task),
-        "settings": results.get("configs", {}).get(task),
+        "settings": _settings(results.get("configs", {}).get(task)),
     }
+
+
+def _settings(config: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A task's configuration without the model's folder, which is gone by the time it is read."""
+    if config is None or "metadata" not in config:
+        return config
+    return config | {"metadata": {k: v for k, v in config["metadata"].items() if k != "pretrained"}}
 
 
 def _tasks_under(group: str, children: dict[str, list[str]]) -> list[str]:

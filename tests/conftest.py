@@ -1,6 +1,7 @@
-"""Tests that need GPUs skip where there are too few."""
+"""Tests that need GPUs skip where there are too few; one short run is trained for all that read one."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(
                 pytest.mark.skip(reason=f"needs {needed} GPU{'s' * (needed > 1)}, this machine has {there}")
             )
+
+
+@pytest.fixture(scope="session")
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense run with checkpoints at steps 20 and 40. Copy it before anything is written into it."""
+    from tests.trained_run import train_run
+
+    return train_run(tmp_path_factory.mktemp("trained"), "debug_cpu.toml")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -13,21 +13,16 @@ import pytest
 import evaluate
 from ablation.held_out import read_evaluations
 from evaluation import harness
-from tests.trained_run import ROOT, train_run
+from tests.trained_run import ROOT
 
 RECORDED = ROOT / "tests" / "assets" / "lm_eval_results.json"
 TASKS = str(ROOT / "tests" / "assets" / "tasks")
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Path:
-    return train_run(tmp_path_factory.mktemp("run"), "debug_cpu.toml")
-
-
 @pytest.fixture
-def run_dir(trained, tmp_path) -> Path:
+def run_dir(trained_run, tmp_path) -> Path:
     """A copy that may be evaluated."""
-    return shutil.copytree(trained, tmp_path / "run")
+    return shutil.copytree(trained_run, tmp_path / "run")
 
 
 @pytest.fixture
@@ -101,8 +96,8 @@ def test_a_failure_leaves_nothing(run_dir, recorded, monkeypatch, capsys):
         (["--tasks", "a", "--step", "7"], "--step 7: "),
     ],
 )
-def test_a_mistake_is_one_message(trained, recorded, options, blamed, capsys):
-    assert evaluate.main([str(trained), *options]) == 2
+def test_a_mistake_is_one_message(trained_run, recorded, options, blamed, capsys):
+    assert evaluate.main([str(trained_run), *options]) == 2
     assert blamed in capsys.readouterr().err and recorded == {}
 
 

@@ -12,9 +12,9 @@ from tests.data.generated import generated_texts
 from tests.trained_run import train_run
 
 
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory) -> Path:
-    return train_run(tmp_path_factory.mktemp("dense"), "debug_cpu.toml")
+@pytest.fixture
+def dense(trained_run) -> Path:
+    return trained_run
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_a_run_continues_what_it_was_trained_on(dense, say):
     assert set(text) <= set("".join(generated_texts(2000))), "of 257 tokens, forty steps leave those of the corpus"
 
 
-@pytest.mark.parametrize("source", ["dense", "experts"])
+@pytest.mark.parametrize("source", ["dense", pytest.param("experts", marks=pytest.mark.slow)])
 def test_samples_of_several_prompts_with_and_without_the_cache(source, say, request):
     folder = request.getfixturevalue(source)
     options = ["--prompt", "1: the", "22: a small green", "", "--num_samples", "2", "--max_new_tokens", "30"]

@@ -27,6 +27,7 @@ def test_a_task_has_its_metrics_with_their_errors(results):
     }
     assert (result["samples"], result["fewshot"], result["version"]) == (20, 0, 1.0)
     assert result["settings"]["doc_to_text"].startswith("import {{module}}") and result["subtasks"] == {}
+    assert "pretrained" not in result["settings"]["metadata"], "a folder that is gone"
 
 
 def test_a_filter_is_part_of_the_name(results):
