@@ -72,8 +72,8 @@ def test_a_question_runs_to_its_report_and_its_arms_learn_alike(name, tmp_path):
     assert (folder / "report" / "report.html").is_file()
     losses = {}
     for arm in arms:
-        (run,) = folder.glob(f"{arm}/seed1-*")
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        metrics = folder / arm / f"seed1-{ranks}gpu" / "metrics.jsonl"
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
         losses[arm] = [line[LOSS] for line in lines if LOSS in line]
     baseline = losses[question.table.baseline]
     assert len(baseline) == 4 and baseline[-1] < baseline[0]
