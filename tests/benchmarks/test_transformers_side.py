@@ -11,7 +11,7 @@ import torch
 from benchmarks.compare import job_of, parser
 from benchmarks.inputs import text_and_tokenizer, token_file
 from benchmarks.side import Setting
-from benchmarks.side_transformers import hf_config, specification
+from benchmarks.side_transformers import Transformers, hf_config, specification
 from benchmarks.transformers_peer import draw
 from benchmarks.workloads import WORKLOADS
 from config.arithmetic import parameter_counts
@@ -118,3 +118,14 @@ def test_torchtitan_gets_our_text_and_our_tokenizer(tmp_path: Path) -> None:
     pipeline = build_data(job.config, dp_rank=0, dp_degree=1)
     assert list(tokenizer.encode(first[:500])) == list(pipeline.tokenizer.encode(first[:500]))
     pipeline.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload, words", [("debug", "2+full"), ("debug", "4+full+compile"), ("debug_moe", "2+full")])
+def test_every_word_trains_the_same_model(workload: str, words: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    job = debug_job(tmp_path, workload, "--steps", "10")
+    batch, *rest = words.split("+")
+    plain = Transformers().run(job, Setting(4))["losses"]
+    other = Transformers().run(job, Setting(int(batch), tuple(rest)))["losses"]
+    assert list(other.values()) == pytest.approx(list(plain.values()), rel=1e-4)
