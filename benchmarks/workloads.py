@@ -1,7 +1,7 @@
 """The shapes that are compared, and the settings each side tries on them unless told otherwise.
 
 A setting is a micro-batch and words: ``4+full`` is four sequences a GPU at once with full activation checkpointing. A
-list of them is tried from the left; sides/<name> says which words a side knows (``words``).
+list of them is tried from the left; side_<name>.py says which words a side knows (``words``).
 """
 
 from __future__ import annotations
