@@ -249,6 +249,7 @@ def _check_ranks(resolved: Resolved, launch: Launch) -> None:
     from data.build import build_data
     from interchange.runs import check_interchange
     from model.attention_choice import attention_of
+    from parallelisms.float8 import check_float8
     from trainer.run_directory import run_directory_state
 
     logging.basicConfig(format="%(message)s", level=logging.INFO)
@@ -256,6 +257,7 @@ def _check_ranks(resolved: Resolved, launch: Launch) -> None:
     device = "cuda" if available else "cpu"
     check_devices(launch.ngpu, available, device)
     check_layout_on(resolved.config, device, torch.__version__)
+    check_float8(resolved.config, device)
     attention_of(resolved.config, device)
     run_directory_state(resolved)
     degree = derived(resolved.config, launch.world_size)["data_parallel_degree"].value

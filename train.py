@@ -26,6 +26,7 @@ from config.flavors import resolve_shape
 from config.layouts import check_layout_on
 from config.load import Resolved, load
 from config.pipeline import stage_count, stage_ranks
+from config.precision import precomputes_scales
 from config.refusal import zero_bubble
 from config.render import render_dry_run
 from config.schema import Config
@@ -45,6 +46,7 @@ from parallelisms import process_group
 from parallelisms.compile import compile_loss
 from parallelisms.data_parallel import set_gradient_sync
 from parallelisms.expert_traffic import expert_traffic, traffic_tags
+from parallelisms.float8 import check_float8, plain_weight, precompute_scales
 from parallelisms.gradient_norm import clip_grad_norm
 from parallelisms.mesh import Mesh
 from parallelisms.names import named_parameters, plain_name
@@ -129,6 +131,7 @@ def build_step(
         accept=accept,
         experts=build_expert_step(config, model, mesh),
         own_part=functools.partial(own_part, mesh, config),
+        after_update=functools.partial(precompute_scales, model) if precomputes_scales(config) else lambda: None,
     )
 
 
@@ -244,6 +247,7 @@ def train(
             model=model,
             optimizer=holder_of_states(step_once.optimizer),
             plain_name=plain_name,
+            plain_weight=plain_weight,
             parts={"data": pipeline.train, "watch": watch},
             steps=steps,
         )
@@ -347,6 +351,7 @@ def main(argv: list[str] | None = None) -> int:
             check_interchange(config)
         device = pick_device(local_rank)
         check_layout_on(config, device.type, torch.__version__)
+        check_float8(config, device.type)
         attention = attention_of(config, device.type)
         if run_directory_state(resolved, opener=rank == 0) == "done":
             logger.info("%s is DONE with this configuration: nothing to do", config.job.run_dir)

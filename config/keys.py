@@ -13,7 +13,7 @@ import math
 import types
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import cache
+from functools import cache, reduce
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from config import schema
@@ -57,6 +57,11 @@ def keys_of(cls: type, prefix: str = "") -> dict[str, Key]:
 def all_keys() -> dict[str, Key]:
     """Full key -> :class:`Key` for every key of a training configuration."""
     return keys_of(schema.Config)
+
+
+def value_of(config: Any, full: str) -> Any:
+    """The value that a configuration has under a full key."""
+    return reduce(getattr, full.split("."), config)
 
 
 @cache

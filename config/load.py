@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass, field, fields
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from config import command_line, paths, rules, torchtitan_keys
 from config.errors import ConfigError
-from config.keys import all_keys, companions, did_you_mean, shown
+from config.keys import all_keys, companions, did_you_mean, shown, value_of
 from config.schema import Config
 from config.toml_file import Document, check_leaf, read
 
@@ -76,15 +77,15 @@ def load_file(path: str | Path, overrides: dict[str, Any] | None = None, arm: st
 
 def flatten(config: Config) -> dict[str, Any]:
     """Full key -> value, for every key of the schema, in its order."""
-    return {full: getattr(getattr(config, full.split(".")[0]), full.split(".")[1]) for full in all_keys()}
+    return {full: value_of(config, full) for full in all_keys()}
 
 
 def from_flat(values: dict[str, Any]) -> Config:
     """A :class:`Config` from full key -> checked value; keys left out have their default."""
     config = Config()
     for full, value in values.items():
-        section, name = full.split(".")
-        setattr(getattr(config, section), name, value)
+        section, _, name = full.rpartition(".")
+        setattr(value_of(config, section), name, value)
     return config
 
 
@@ -95,8 +96,8 @@ def to_toml(config: Config) -> str:
     tree: dict[str, dict[str, Any]] = {f.name: {} for f in fields(Config)}
     for full, value in flatten(config).items():
         if value is not None and full not in _NOT_PART_OF_THE_RUN:
-            section, name = full.split(".")
-            tree[section][name] = value
+            *tables, name = full.split(".")
+            reduce(lambda table, inner: table.setdefault(inner, {}), tables, tree)[name] = value
     return tomli_w.dumps({section: table for section, table in tree.items() if table})
 
 

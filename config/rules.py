@@ -13,10 +13,11 @@ from typing import Any
 from config.attention import attention_rules
 from config.errors import ConfigError
 from config.flavors import ModelShape, resolve_shape
-from config.keys import all_keys, checked, did_you_mean, shown, unknown_key
+from config.keys import all_keys, checked, did_you_mean, shown, unknown_key, value_of
 from config.layouts import expert_notes, layout_notes, layout_rules
 from config.moe_rules import moe_notes, moe_rules
 from config.pipeline import pipeline_rules
+from config.precision import precision_notes, precision_rules
 from config.profiling_rules import profiling_notes, profiling_rules
 from config.schema import Config
 
@@ -63,7 +64,7 @@ def check(config: Config, origins: dict[str, str]) -> list[str]:
     follows = effective(config)
 
     def said(full: str) -> str:
-        value, origin = follows.get(full, (_value(config, full), origins.get(full, "")))
+        value, origin = follows.get(full, (value_of(config, full), origins.get(full, "")))
         return f"{full} = {shown(value)} ({origin})" if origin else f"{full} = {shown(value)}"
 
     broken = [
@@ -76,6 +77,7 @@ def check(config: Config, origins: dict[str, str]) -> list[str]:
         *pipeline_rules(config, shape, None, said),
         *_option_rules(config, said),
         *profiling_rules(config, said),
+        *precision_rules(config, shape, said),
     ]
     if broken:
         raise ConfigError("\n".join(broken))
@@ -86,6 +88,7 @@ def check(config: Config, origins: dict[str, str]) -> list[str]:
         *moe_notes(config, shape),
         *expert_notes(config, shape),
         *profiling_notes(config),
+        *precision_notes(config),
     ]
 
 
@@ -220,15 +223,12 @@ def _schedule_notes(config: Config) -> Iterator[str]:
 
 
 def _moe_notes(config: Config, shape: ModelShape) -> Iterator[str]:
-    changed = [k.name for k in all_keys().values() if k.name.startswith("moe.") and _value(config, k.name) != k.default]
+    changed = [
+        k.name for k in all_keys().values() if k.name.startswith("moe.") and value_of(config, k.name) != k.default
+    ]
     if shape.moe is None and changed:
         verb = "has" if len(changed) == 1 else "have"
         yield f"{', '.join(changed)} {verb} no effect: flavor {config.model.flavor} has no experts"
-
-
-def _value(config: Config, full: str) -> Any:
-    section, name = full.split(".")
-    return getattr(getattr(config, section), name)
 
 
 def _multiples_around(size: int, unit: int) -> list[int]:

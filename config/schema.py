@@ -16,6 +16,7 @@ from config.ablation_schema import Decide as Decide
 from config.field import key
 from config.moe_schema import Moe
 from config.parallelism_schema import Parallelism
+from config.precision_schema import Compile, Optimizer, Quantize
 from config.profiling_schema import Profiling
 
 
@@ -65,34 +66,14 @@ class Model:
     """RMSNorm on each query and key head before the rotary embedding. Unset: the flavor's."""
     enable_weight_tying: bool | None = None
     """Share the embedding matrix with the output head. Unset: the flavor's."""
+    converters: list[str] = key(factory=list)
+    """What replaces modules, before anything else. "quantize.linear.float8": linear layers multiply in float8."""
 
 
 @dataclass
 class Attention:
     backend: Literal["auto", "sdpa", "sdpa_math", "sdpa_flash", "sdpa_cudnn", "flex", "flash2", "flash4"] = "auto"
     """Attention kernel (docs/attention.md). Only "auto" may fall back, and says so. "sdpa_math" is the reference."""
-
-
-@dataclass
-class Optimizer:
-    name: Literal["AdamW", "Adam", "SGD"] = "AdamW"
-    """Optimizer. SGD is plain (no momentum), for parity tests."""
-    lr: float = key(8e-4, minimum=0.0)
-    """Peak learning rate."""
-    beta1: float = key(0.9, minimum=0.0, maximum=1.0, parent="optimizer.name", parent_values=("AdamW", "Adam"))
-    """Decay of the first moment."""
-    beta2: float = key(0.95, minimum=0.0, maximum=1.0, parent="optimizer.name", parent_values=("AdamW", "Adam"))
-    """Decay of the second moment."""
-    eps: float = key(1e-8, minimum=0.0, parent="optimizer.name", parent_values=("AdamW", "Adam"))
-    """Added to the root of the second moment."""
-    weight_decay: float = key(0.1, minimum=0.0)
-    """Weight decay."""
-    weight_decay_skip: list[Literal["norm", "bias", "embedding"]] = key(factory=list)
-    """Kinds of parameter left out of weight decay. Empty: every parameter decays, as in torchtitan."""
-    implementation: Literal["for-loop", "foreach", "fused"] = key(
-        "fused", parent="optimizer.name", parent_values=("AdamW", "Adam")
-    )
-    """How the update is executed. SGD always runs foreach."""
 
 
 @dataclass
@@ -204,18 +185,6 @@ class Checkpoint:
 
 
 @dataclass
-class Compile:
-    enable: bool = False
-    """torch.compile, per Transformer block."""
-    components: list[Literal["model", "loss"]] = key(
-        factory=lambda: ["model", "loss"], parent="compile.enable", parent_values=(True,)
-    )
-    """What to compile."""
-    backend: str = key("inductor", parent="compile.enable", parent_values=(True,))
-    """torch.compile backend."""
-
-
-@dataclass
 class Validation:
     enable: bool = False
     """Evaluate on held-out documents at step 0, every freq steps and at the end."""
@@ -279,6 +248,7 @@ class Config:
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     compile: Compile = field(default_factory=Compile)
+    quantize: Quantize = field(default_factory=Quantize)
     validation: Validation = field(default_factory=Validation)
     profiling: Profiling = field(default_factory=Profiling)
     metrics: Metrics = field(default_factory=Metrics)

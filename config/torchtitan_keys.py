@@ -13,7 +13,6 @@ from config.errors import ConfigError
 from config.keys import all_keys, did_you_mean, shown
 
 _LATER = "not available in this version"
-_EMPTY: tuple[Any, ...] = ([], "")
 
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "job.print_config": ((False,), "`python -m config show FILE` prints every value with its origin"),
@@ -24,7 +23,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         (False,),
         "metrics go to TensorBoard and metrics.jsonl; there is no Weights & Biases logger",
     ),
-    "model.converters": (_EMPTY, f"model converters (float8, mx) are {_LATER}; remove the key"),
     "model.print_after_conversion": ((False,), "there are no converters to print the model after"),
     "optimizer.early_step_in_backward": (
         (False,),
@@ -102,11 +100,6 @@ FOLLOWS: dict[str, str] = {
     **{
         f"quantize.{name}": "model.converters"
         for name in (
-            "linear.float8.enable_fsdp_float8_all_gather",
-            "linear.float8.precompute_float8_dynamic_scale_for_fsdp",
-            "linear.float8.recipe_name",
-            "linear.float8.filter_fqns",
-            "linear.float8.emulate",
             "linear.mx.mxfp8_dim1_cast_kernel_choice",
             "linear.mx.recipe_name",
             "linear.mx.filter_fqns",
@@ -130,7 +123,9 @@ FOLLOWS: dict[str, str] = {
         )
     },
 }
-"""Key -> the key of REFUSED that makes it matter. While that one changes nothing, any value of this one loads."""
+"""Key -> the key that makes it matter, of REFUSED or the schema's. While that one changes nothing, as no value of
+model.converters asks for mx or grouped products here, any value of this one loads.
+"""
 
 TRANSLATED: dict[str, str] = {
     "training.dataset": "data.corpus, and for c4 data.name, data.subset and data.split",

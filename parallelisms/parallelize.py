@@ -7,6 +7,7 @@ from torch import nn
 
 from config.context import context_layout
 from config.pipeline import reshard_after_forward, stage_modules, stage_ranks
+from config.precision import float8_linears
 from config.schema import Config
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile
@@ -14,6 +15,7 @@ from parallelisms.context_layout import Inputs, Layout
 from parallelisms.context_parallel import apply_context_parallel
 from parallelisms.data_parallel import apply_ddp, apply_fsdp
 from parallelisms.expert_parallel import apply_expert_parallel
+from parallelisms.float8 import apply_float8
 from parallelisms.fsdp1 import apply_fsdp1
 from parallelisms.materialize import Draw, materialize
 from parallelisms.mesh import Mesh
@@ -27,10 +29,11 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch
 def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, draw: Draw, device: torch.device) -> nn.Module:
     """Spread ``model`` (on the meta device) over ``mesh`` in place and give it its initial weights.
 
-    Pipeline split -> each stage: tensor parallelism, expert parallelism, context parallelism -> activation
+    Float8 -> pipeline split -> each stage: tensor parallelism, expert parallelism, context parallelism -> activation
     checkpointing -> compile (per block) -> FSDP2 / HSDP -> weights -> DDP, FSDP1.
 
-    What a rank does not hold need not be wrapped, so the split comes first. Tensor, expert and context parallelism
+    Float8 puts other modules in the place of linear layers: before anything wraps one. What a rank does not hold need
+    not be wrapped, so the split comes next. Tensor, expert and context parallelism
     address modules by the model's own paths, which wrapping changes; their messages are inside the blocks.
     Checkpointing comes next so that the compiler sees it; FSDP wraps what is compiled, so its collectives stay outside;
     weights need their final placement; DDP and FSDP1 read parameters when they are built and come last. A pipeline
@@ -40,6 +43,15 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, draw: Draw, dev
         The module to train: ``model``, this rank's stages of it, or what FSDP1 wrapped it in.
     """
     section, fsdp1 = config.parallelism, config.parallelism.fsdp_version == 1
+    if float8_linears(config):
+        float8 = config.quantize.linear.float8
+        apply_float8(
+            model,
+            recipe=float8.recipe_name,
+            filter_fqns=float8.filter_fqns,
+            all_gather=float8.enable_fsdp_float8_all_gather and mesh.sharded,
+            emulate=float8.emulate,
+        )
     if mesh.pp > 1:
         modules = stage_modules(section, len(model.get_submodule("layers")))
         owners = stage_ranks(section, len(modules))

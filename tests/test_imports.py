@@ -59,7 +59,9 @@ TABLE = {
     "titan": Rule(may=("config", "torchtitan")),
     "generate": Rule(may=("config", "generation", "torch")),
     "evaluate": Rule(may=("config", "evaluation"), lazily=("interchange", "torch")),
-    "ablation_train": Rule(may=(), lazily=("config", "data", "interchange", "model", "trainer", "torch")),
+    "ablation_train": Rule(
+        may=(), lazily=("config", "data", "interchange", "model", "parallelisms", "trainer", "torch")
+    ),
 }
 
 

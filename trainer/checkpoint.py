@@ -99,6 +99,7 @@ class Checkpointer:
     Args:
         folder: of the checkpoints.
         plain_name: a parameter's name without what wrappers and pipeline stages put in.
+        plain_weight: a weight without the class that a technique put around it, sharing its storage.
         parts: name -> small state, the same on every rank.
         steps: the run's last step, which is always saved.
     """
@@ -113,9 +114,11 @@ class Checkpointer:
         plain_name: Callable[[str], str],
         parts: dict[str, Part],
         steps: int,
+        plain_weight: Callable[[Any], Any] = lambda weight: weight,
     ):
         self._folder, self._section, self._steps = folder, section, steps
         self._model, self._optimizer, self._plain = model, optimizer, plain_name
+        self._plain_weight = plain_weight
         self._parts = {"random": RandomState(), **parts}
         self._writing: tuple[int, Future[Any]] | None = None
         # A group of its own: collectives of a background save must not meet those of training.
@@ -189,7 +192,8 @@ class Checkpointer:
         }
 
     def _plain_weights(self) -> dict[str, Any]:
-        return {self._plain(name): value for name, value in get_model_state_dict(self._model).items()}
+        found = get_model_state_dict(self._model)
+        return {self._plain(name): self._plain_weight(value) for name, value in found.items()}
 
     def _set_weights(self, loaded: dict[str, Any]) -> None:
         names = get_model_state_dict(self._model)

@@ -80,6 +80,7 @@ class TrainStep:
         accept: (batch, result) -> whether the update may be taken, asked after clipping.
         experts: balances the load of a model that has experts.
         own_part: what this rank computes of a micro-batch that other ranks have too.
+        after_update: what has to follow an update of the weights.
     """
 
     model: nn.Module
@@ -92,6 +93,7 @@ class TrainStep:
     accept: Accept
     experts: ExpertStep | None = None
     own_part: Callable[[Inputs], Inputs] = lambda inputs: inputs
+    after_update: Callable[[], None] = lambda: None
 
     def inputs(self, micro_batch: MicroBatch) -> Inputs:
         """This rank's part of ``micro_batch``, on the device."""
@@ -142,5 +144,6 @@ class TrainStep:
     def update(self, batch: StepBatch) -> None:
         """Take the optimizer's step, then act on the load of the experts."""
         self.optimizer.step()
+        self.after_update()
         if self.experts is not None:
             self.experts.end(batch.step)
