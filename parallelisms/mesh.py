@@ -107,8 +107,11 @@ class Mesh:
         if self.tp > 1:  # DTensor then reduces a gradient norm over both axes at once
             self.device_mesh["dp_shard", "tp"]._flatten("shards")
         if self.cp > 1:
-            shared = (self.world_size // (self.cp * self.tp), self.cp, self.tp)
-            self.cp_mesh = init_device_mesh(device_type, shared, mesh_dim_names=("others", "cp", "cp_tp"))["cp"]
+            # Groups of their own. Axes that span the same ranks would share one, as cp and dp_shard of two ranks, and
+            # keys on their way round would wait behind parameters.
+            others = torch.arange(self.world_size).view(-1, self.cp, self.tp).transpose(1, 2).reshape(-1, self.cp)
+            group, _ = dist.new_subgroups_by_enumeration(others.tolist())
+            self.cp_mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=("cp",))
         if self.ep > 1:
             folded = (self.pp, self.dp_replicate, self.efsdp, self.ep, self.etp)
             self.expert_mesh = init_device_mesh(device_type, folded, mesh_dim_names=EXPERT_AXES)
