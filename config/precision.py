@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from config.errors import ConfigError
 from config.keys import did_you_mean, shown
 from config.precision_schema import LINEAR
-from config.refusal import Said, compiled, tensor_parallel, without_fsdp2, zero_bubble
+from config.refusal import Said, compiled, compiles, tensor_parallel, without_fsdp2, zero_bubble
 from config.schema import Config
 from config.shapes import ModelShape
 
@@ -64,7 +64,7 @@ def linear_shapes(shape: ModelShape) -> dict[str, tuple[int, int]]:
 
 def precision_rules(config: Config, shape: ModelShape, said: Said) -> Iterator[str]:
     """What is wrong, a sentence or two each."""
-    if config.compile.enable and "optimizer" in config.compile.components and config.optimizer.name != "AdamW":
+    if compiles(config, "optimizer") and config.optimizer.name != "AdamW":
         yield f"{said('compile.components')} with {said('optimizer.name')}: AdamW's update alone is compiled."
     if config.optimizer.state_dtype == "bfloat16" and config.optimizer.name != "AdamW":
         yield (
@@ -100,7 +100,7 @@ def precision_rules(config: Config, shape: ModelShape, said: Said) -> Iterator[s
             yield f"{key} with {said('quantize.linear.float8.recipe_name')}: one scale a tensor can be gathered alone."
         if without_fsdp2(config):
             yield f"{key}, and FSDP2 holds nothing in this layout. Set it to false, or shard."
-    if float8.emulate and config.compile.enable and "model" in config.compile.components:
+    if float8.emulate and compiles(config, "model"):
         yield (
             f"{said('quantize.linear.float8.emulate')} with {said('compile.enable')}: torchao's emulation does not"
             ' compile. Leave "model" out of compile.components.'

@@ -53,10 +53,19 @@ def without_fsdp2(config: Config) -> bool:
     return section.fsdp_version == 1 or (degree == 1 and section.tensor_parallel_degree == 1)
 
 
+def compiles(config: Config, component: str) -> bool:
+    """Whether torch.compile takes ``component``: "model" (its blocks), "loss" or "optimizer"."""
+    return config.compile.enable and component in config.compile.components
+
+
+def compiled_model(config: Config) -> bool:
+    """Whether torch.compile takes the blocks."""
+    return compiles(config, "model")
+
+
 def compiled(config: Config) -> bool:
     """Whether inductor compiles the blocks."""
-    compile_ = config.compile
-    return compile_.enable and "model" in compile_.components and compile_.backend == "inductor"
+    return compiled_model(config) and config.compile.backend == "inductor"
 
 
 def tensor_parallel(config: Config) -> bool:

@@ -27,6 +27,7 @@ def shard_states(optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> ZeroRedu
     """
     accepted = inspect.signature(type(optimizer).__init__).parameters
     options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+    options |= getattr(optimizer, "options", {})  # what trainer/adamw.py has beyond torch's
     sharded = ZeroRedundancyOptimizer(
         optimizer.param_groups,
         optimizer_class=type(optimizer),

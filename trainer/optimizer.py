@@ -9,12 +9,17 @@ from typing import Any
 import torch
 
 from config.schema import Optimizer
+from trainer.adamw import AdamW
 
 logger = logging.getLogger(__name__)
 
 
 def build_optimizer(
-    named_parameters: Iterable[tuple[str, torch.nn.Parameter]], section: Optimizer
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+    section: Optimizer,
+    *,
+    seed: int = 0,
+    backend: str | None = None,
 ) -> torch.optim.Optimizer:
     """An optimizer over ``named_parameters``: (module path, parameter) as ``model.named_parameters()`` gives them.
 
@@ -22,6 +27,10 @@ def build_optimizer(
     parameter given under both its names is so under either. Parameters also form separate groups by device mesh,
     because foreach and fused kernels take no list in which meshes, or sharded and plain tensors, are mixed. Frozen
     parameters are left out. Ends in one log line.
+
+    Args:
+        seed: of stochastic rounding.
+        backend: of torch.compile, for AdamW's update; None: not compiled.
     """
     parameters: dict[int, torch.nn.Parameter] = {}
     kept: set[int] = set()
@@ -46,11 +55,25 @@ def build_optimizer(
         "fused": implementation == "fused",
     }
     optimizer: torch.optim.Optimizer
-    if section.name == "SGD":
+    adam = {"lr": section.lr, "betas": (section.beta1, section.beta2), "eps": section.eps}
+    if section.name == "AdamW" and (section.state_dtype == "bfloat16" or backend is not None):
+        rounded = section.state_dtype == "bfloat16" and section.stochastic_rounding
+        implementation = (
+            f"{section.state_dtype} moments{', stochastic rounding' * rounded}{', compiled' * bool(backend)}"
+        )
+        optimizer = AdamW(
+            list(groups.values()),
+            state_dtype=getattr(torch, section.state_dtype),
+            stochastic_rounding=rounded,
+            seed=seed,
+            backend=backend,
+            **adam,
+        )
+    elif section.name == "SGD":
         optimizer = torch.optim.SGD(list(groups.values()), **shared)
     else:
         kind = torch.optim.AdamW if section.name == "AdamW" else torch.optim.Adam
-        optimizer = kind(list(groups.values()), betas=(section.beta1, section.beta2), eps=section.eps, **shared)
+        optimizer = kind(list(groups.values()), **adam | shared)
 
     logger.info(
         "Applied %s (%s): lr %g, weight decay %g on %s parameters, none on %s",
