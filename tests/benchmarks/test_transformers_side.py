@@ -121,7 +121,9 @@ def test_torchtitan_gets_our_text_and_our_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workload, words", [("debug", "2+full"), ("debug", "4+full+compile"), ("debug_moe", "2+full")])
+@pytest.mark.parametrize(
+    "workload, words", [("debug", "2+full"), ("debug", "4+full+compile"), ("debug_moe", "2+full+compile")]
+)
 def test_every_word_trains_the_same_model(workload: str, words: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     job = debug_job(tmp_path, workload, "--steps", "10")
