@@ -27,7 +27,7 @@ from config.layouts import check_layout_on
 from config.load import Resolved, load
 from config.pipeline import stage_count, stage_ranks
 from config.precision import precomputes_scales
-from config.refusal import zero_bubble
+from config.refusal import compiles
 from config.render import render_dry_run
 from config.schema import Config
 from config.world import check_devices, check_world, derived, mesh_degrees, smallest_world, world_size_from
@@ -41,9 +41,8 @@ from model.attention_choice import attention_of
 from model.decoder import Decoder
 from model.expert_step import ExpertStep
 from model.initial_weights import draw, initial_value
-from model.loss import cross_entropy_sum
+from model.loss_choice import loss_of
 from parallelisms import process_group
-from parallelisms.compile import compile_loss
 from parallelisms.data_parallel import set_gradient_sync
 from parallelisms.expert_traffic import expert_traffic, traffic_tags
 from parallelisms.float8 import check_float8, plain_weight, precompute_scales
@@ -53,7 +52,6 @@ from parallelisms.names import named_parameters, plain_name
 from parallelisms.parallelize import compute_precision, hidden_states, own_part, parallelize
 from parallelisms.pipeline import Pipeline
 from parallelisms.pipeline_split import Stages
-from parallelisms.vocabulary_loss import vocabulary_parallel_cross_entropy_sum
 from parallelisms.zero import holder_of_states, shard_states
 from trainer.checkpoint import Checkpointer, step_to_continue
 from trainer.determinism import set_determinism
@@ -63,11 +61,12 @@ from trainer.loss_watch import LossWatch, NonFiniteLoss
 from trainer.memory_snapshot import out_of_memory
 from trainer.metrics import Metrics
 from trainer.optimizer import build_optimizer
-from trainer.passes import Loss, Passes, Precision, Whole
+from trainer.passes import Passes, Precision, Whole
 from trainer.profiling import Profiler
 from trainer.run_directory import TOKENIZER, RunDirectory, open_run_directory, run_directory_state
 from trainer.schedule import set_learning_rate
 from trainer.spans import CHECKPOINT, DATA, VALIDATION, span
+from trainer.state_offload import OffloadedStates
 from trainer.step_timer import StepTimer
 from trainer.train_step import Accept, TrainStep
 from trainer.validation import validate
@@ -91,6 +90,7 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> Decoder:
             max_positions=config.training.seq_len,
             moe=config.moe,
             noise_seed=seeds(config)["noise_seed"],
+            loss=loss_of(config),
         )
 
     def initial(name: str, size: torch.Size, device: torch.device) -> torch.Tensor:
@@ -108,18 +108,20 @@ def build_step(
     accept: Accept = lambda batch, result: True,
 ) -> TrainStep:
     """One optimizer step of ``config`` for ``model``; ``accept`` may veto its update."""
-    loss: Loss = cross_entropy_sum
-    if mesh.device_mesh is not None and mesh.tp > 1 and not config.parallelism.disable_loss_parallel:
-        loss = functools.partial(vocabulary_parallel_cross_entropy_sum, group=mesh.device_mesh["tp"].get_group())
-    if config.compile.enable and "loss" in config.compile.components:
-        loss = compile_loss(loss, backend=config.compile.backend, backward_twice=zero_bubble(config))
-    optimizer = build_optimizer(named_parameters(model), config.optimizer)
+    optimizer = build_optimizer(
+        named_parameters(model),
+        config.optimizer,
+        seed=seeds(config)["noise_seed"],
+        backend=config.compile.backend if compiles(config, "optimizer") else None,
+    )
     if config.parallelism.zero_stage == 1 and mesh.device_mesh is not None:
         optimizer = shard_states(optimizer, mesh.device_mesh["dp_replicate"])
+    if config.optimizer.state_offload:
+        optimizer = OffloadedStates(optimizer)
     precision = functools.partial(compute_precision, mesh, config, device)
-    passes: Passes = Whole(model, loss, precision, set_gradient_sync)
+    passes: Passes = Whole(model, precision, set_gradient_sync)
     if isinstance(model, Stages):
-        passes = build_pipeline(config, model, mesh, device, loss, precision)
+        passes = build_pipeline(config, model, mesh, device, precision)
     return TrainStep(
         model=model,
         passes=passes,
@@ -136,7 +138,7 @@ def build_step(
 
 
 def build_pipeline(
-    config: Config, model: Stages, mesh: Mesh, device: torch.device, loss: Loss, precision: Precision
+    config: Config, model: Stages, mesh: Mesh, device: torch.device, precision: Precision
 ) -> Pipeline:
     """Passes of a model that is spread over the ranks along ``pp``."""
     section, shape = config.parallelism, resolve_shape(config.model, config.moe)
@@ -146,7 +148,6 @@ def build_pipeline(
         ranks=stage_ranks(section, stage_count(section, shape.n_layers)),
         schedule=section.pipeline_parallel_schedule,
         hidden=hidden_states(mesh, config, shape.dim),
-        loss=loss,
         precision=precision,
         device=device,
         span=span,

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from config.errors import ConfigError
 from config.flavors import resolve_shape
+from config.keys import value_of
+from config.loss import check_liger_on
 from config.profiling_rules import check_profiling_on
 from config.refusal import Said
 from config.refused_layouts import REFUSED
@@ -46,15 +48,22 @@ def check_layout_on(config: Config, device: str, torch_version: str) -> None:
     """Check what only the machine can tell. ``device``: "cpu" or "cuda".
 
     Raises:
-        ConfigError: asynchronous tensor parallelism or memory snapshots without a GPU; compiled float32 experts on an
-            older torch.
+        ConfigError: asynchronous tensor parallelism, Liger's kernels or memory snapshots without a GPU; compiled
+            float32 experts on an older torch.
     """
     check_profiling_on(config, device)
+    check_liger_on(config, device)
     if config.parallelism.enable_async_tensor_parallel and device != "cuda":
         raise ConfigError(
             "parallelism.enable_async_tensor_parallel = true, and this machine has no GPU: torch overlaps through"
             " memory that GPUs share. Set it to false."
         )
+    for full in ("activation_checkpoint.offload", "training.enable_cpu_offload", "optimizer.state_offload"):
+        if device == "cpu" and value_of(config, full):
+            raise ConfigError(
+                f"{full} = true, and this machine has no GPU: what would be moved to CPU memory is there. Set it to"
+                " false."
+            )
     compiled = config.compile.enable and "model" in config.compile.components
     experts = resolve_shape(config.model, config.moe).moe is not None
     version = tuple(int(part) for part in torch_version.split(".")[:2])

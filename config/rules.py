@@ -15,6 +15,7 @@ from config.errors import ConfigError
 from config.flavors import ModelShape, resolve_shape
 from config.keys import all_keys, checked, did_you_mean, shown, unknown_key, value_of
 from config.layouts import expert_notes, layout_notes, layout_rules
+from config.loss import loss_implementation, loss_notes, loss_rules
 from config.moe_rules import moe_notes, moe_rules
 from config.pipeline import pipeline_rules
 from config.precision import precision_notes, precision_rules
@@ -45,6 +46,8 @@ def effective(config: Config) -> dict[str, tuple[Any, str]]:
         found["lr_scheduler.total_steps"] = (config.training.steps, "training.steps")
     if shape.moe is not None and config.moe.coeff_decay != "constant" and config.moe.coeff_decay_steps is None:
         found["moe.coeff_decay_steps"] = (config.training.steps, "training.steps")
+    if config.loss.implementation is None:
+        found["loss.implementation"] = (loss_implementation(config), "[liger]")
     for name in ("init_seed", "data_seed", "noise_seed"):
         if getattr(debug, name) is None:
             found[f"debug.{name}"] = (debug.seed, "debug.seed")
@@ -78,6 +81,7 @@ def check(config: Config, origins: dict[str, str]) -> list[str]:
         *_option_rules(config, said),
         *profiling_rules(config, said),
         *precision_rules(config, shape, said),
+        *loss_rules(config, shape, said),
     ]
     if broken:
         raise ConfigError("\n".join(broken))
@@ -89,6 +93,7 @@ def check(config: Config, origins: dict[str, str]) -> list[str]:
         *expert_notes(config, shape),
         *profiling_notes(config),
         *precision_notes(config),
+        *loss_notes(config, shape),
     ]
 
 

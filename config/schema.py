@@ -14,6 +14,8 @@ from typing import Any, Literal
 from config.ablation_schema import Ablation as Ablation
 from config.ablation_schema import Decide as Decide
 from config.field import key
+from config.loss_schema import Liger, Loss
+from config.memory_schema import ActivationCheckpoint
 from config.moe_schema import Moe
 from config.parallelism_schema import Parallelism
 from config.precision_schema import Compile, Optimizer, Quantize
@@ -106,6 +108,8 @@ class Training:
     """Compute dtype. Master weights, gradients after reduction and optimizer states stay float32."""
     mixed_precision_reduce: Literal["float32"] = "float32"
     """Dtype of gradient reductions under FSDP."""
+    enable_cpu_offload: bool = False
+    """Keep FSDP2's shards of parameters and gradients in CPU memory, with optimizer states, and update them there."""
     nonfinite_loss: Literal["stop", "skip"] = "stop"
     """On a NaN or infinite loss: stop and name the step and its documents, or skip the update and count it."""
     gc_freq: int = key(50, minimum=1)
@@ -146,14 +150,6 @@ class Data:
     """Steps prepared ahead by a background thread. 0: none. Never changes the data."""
     cache_dir: str = ""
     """Folder for trained tokenizers and tokenised corpora. Empty: ~/.cache/ablation-trainer (or XDG_CACHE_HOME)."""
-
-
-@dataclass
-class ActivationCheckpoint:
-    mode: Literal["none", "full", "selective"] = "none"
-    """none; full: recompute every block; selective: see selective_ac_option."""
-    selective_ac_option: str = key("2", parent="activation_checkpoint.mode", parent_values=("selective",))
-    """A number n: recompute every n-th block whole. "op": keep costly operators, recompute the rest."""
 
 
 @dataclass
@@ -249,6 +245,8 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     compile: Compile = field(default_factory=Compile)
     quantize: Quantize = field(default_factory=Quantize)
+    loss: Loss = field(default_factory=Loss)
+    liger: Liger = field(default_factory=Liger)
     validation: Validation = field(default_factory=Validation)
     profiling: Profiling = field(default_factory=Profiling)
     metrics: Metrics = field(default_factory=Metrics)

@@ -15,6 +15,8 @@ from config.schema import Moe
 from model.attention import Attention, AttentionBackend
 from model.balance import Observation, balances
 from model.feed_forward import FeedForward
+from model.head import Head
+from model.loss import HeadLoss
 from model.moe import MoE
 from model.rope import rope_frequencies, rope_table
 
@@ -70,6 +72,7 @@ class Decoder(nn.Module):
         max_positions: rows of the rotary table, the longest sequence this instance will see.
         moe: the [moe] section, for a shape with experts.
         noise_seed: of routing noise.
+        loss: of the head. None: all logits and torch's cross entropy.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Decoder(nn.Module):
         max_positions: int,
         moe: Moe | None = None,
         noise_seed: int = 0,
+        loss: HeadLoss | None = None,
     ):
         super().__init__()
         self.shape = shape
@@ -94,7 +98,7 @@ class Decoder(nn.Module):
         self.on_observation: Callable[[str, Observation], None] | None = None
         self.counting_pass = False
         self.norm: nn.RMSNorm | None = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
-        self.output: nn.Linear | None = nn.Linear(shape.dim, shape.vocab_size, bias=False)
+        self.output: Head | None = Head(shape.dim, shape.vocab_size, loss)
         self.tie_weights()
         self.register_buffer("rope", torch.empty(max_positions, 2, shape.head_dim // 2), persistent=False)
         self.init_buffers()
@@ -134,8 +138,10 @@ class Decoder(nn.Module):
         document_starts: torch.Tensor | None = None,
         numbers: torch.Tensor | None = None,
         hidden: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Next-token logits; of a part without the head, the hidden states for the next part.
+        """Next-token logits, or with labels their loss; of a part without the head, the hidden states for the next
+        part.
 
         In training with gradients on, each MoE layer's load is counted. A block that is recomputed in the backward
         pass is not run through here again, so it is counted once.
@@ -148,9 +154,10 @@ class Decoder(nn.Module):
             document_starts: int32 (B, M), where each document begins, then S; None: found if the kernel wants them.
             numbers: int64 (B, S), see :func:`model.moe.token_numbers`. Unused without experts.
             hidden: (B, S, dim) from the part before; None for the part that begins with the embedding.
+            labels: int64 (B, S), see :mod:`model.loss`. A part without the head leaves them alone.
 
         Returns:
-            (B, S, vocab_size), or (B, S, dim), in the compute dtype.
+            (B, S, vocab_size), or (B, S, dim), in the compute dtype; with labels a scalar, at least float32.
         """
         rope = self.rope[: tokens.shape[1]] if positions is None else self.rope[positions]
         mask = self.backend.prepare(document_ids, document_starts, tokens)
@@ -168,4 +175,4 @@ class Decoder(nn.Module):
             if self.on_observation is not None:
                 self.on_observation(name, observation)
         x = x if self.norm is None else self.norm(x)
-        return x if self.output is None else self.output(x)
+        return x if self.output is None else self.output(x, labels=labels)

@@ -8,9 +8,11 @@ from torch import nn
 from config.context import context_layout
 from config.pipeline import reshard_after_forward, stage_modules, stage_ranks
 from config.precision import float8_linears
+from config.refusal import compiles, zero_bubble
 from config.schema import Config
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
-from parallelisms.compile import apply_compile
+from parallelisms.activation_offload import apply_activation_offload
+from parallelisms.compile import apply_compile, apply_compile_loss
 from parallelisms.context_layout import Inputs, Layout
 from parallelisms.context_parallel import apply_context_parallel
 from parallelisms.data_parallel import apply_ddp, apply_fsdp
@@ -77,12 +79,21 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, draw: Draw, dev
             layout = Layout(context_layout(section), mesh.cp)
             apply_context_parallel(part, mesh.cp_mesh, method=section.context_parallel_method, layout=layout)
         checkpointing = config.activation_checkpoint
-        if checkpointing.mode != "none":
+        if checkpointing.mode not in ("none", "memory_budget"):
             apply_activation_checkpoint(
                 part, mode=checkpointing.mode, selective_ac_option=checkpointing.selective_ac_option
             )
-        if config.compile.enable and "model" in config.compile.components:
-            apply_compile(part, backend=config.compile.backend, inside_checkpoint=mesh.tp > 1)
+        if checkpointing.offload:
+            apply_activation_offload(part)
+        if compiles(config, "model"):
+            apply_compile(
+                part,
+                backend=config.compile.backend,
+                inside_wrapper=mesh.tp > 1 or checkpointing.offload,
+                memory_budget=checkpointing.memory_budget if checkpointing.mode == "memory_budget" else 1.0,
+            )
+        if compiles(config, "loss"):
+            apply_compile_loss(part, backend=config.compile.backend, backward_twice=zero_bubble(config))
         if mesh.sharded and not fsdp1 and mesh.device_mesh is not None:
             apply_fsdp(
                 part,
@@ -95,8 +106,10 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, draw: Draw, dev
                     "float64" if config.training.mixed_precision_param == "float64" else config.moe.router_dtype
                 ],
                 expert_mesh=mesh.expert_shard_mesh,
+                cpu_offload=config.training.enable_cpu_offload,
             )
-        materialize(part, draw=draw, device=device)
+        kept_on = torch.device("cpu") if config.training.enable_cpu_offload else device
+        materialize(part, draw=draw, device=device, parameters_on=kept_on)
     if mesh.replicated and not mesh.sharded and mesh.pp == 1 and mesh.device_mesh is not None:
         apply_ddp(model, mesh.device_mesh["dp_replicate"])
     if mesh.sharded and fsdp1 and mesh.device_mesh is not None:

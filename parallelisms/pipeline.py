@@ -31,7 +31,6 @@ class Pipeline:
         ranks: the rank along ``pp`` of each stage.
         schedule: torch's name of it, or "naive": each local batch goes through alone, as one micro-batch.
         hidden: a tensor on the meta device of the shape (micro-batch, sequence, dim) and dtype that stages exchange.
-        loss: (logits, labels) -> the sum over valid tokens.
         precision: makes the context of a forward pass.
         span: (name, detail) -> the context of a part of a step, for profiles.
     """
@@ -44,7 +43,6 @@ class Pipeline:
         ranks: list[int],
         schedule: str,
         hidden: torch.Tensor,
-        loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         precision: Callable[[], AbstractContextManager[None]],
         device: torch.device,
         span: Span,
@@ -52,7 +50,7 @@ class Pipeline:
         assert mesh.device_mesh is not None
         self.model, self.mesh, self.ranks, self.device = model, mesh, ranks, device
         self.name, self.hidden = schedule, hidden
-        self.loss, self.precision = loss, precision
+        self.precision = precision
         self.group = mesh.device_mesh["pp"].get_group()
         self.rank = self.group.rank()
         self.busy, self.span = BusyTime(device, span), span
@@ -76,10 +74,11 @@ class Pipeline:
                     len(inputs["tokens"]), *self.hidden.shape[1:], dtype=self.hidden.dtype, device=self.device
                 )
                 dist.recv(x, group=self.group, group_src=self.ranks[index - 1])
-            x = self._hidden(stages[index], inputs, x)
+            last = index + 1 == len(self.ranks)
+            x = self._run(stages[index], inputs, x, inputs["labels"] if last else None)
             if index + 1 < len(self.ranks) and self.ranks[index + 1] != rank:
                 dist.send(x.contiguous(), group=self.group, group_dst=self.ranks[index + 1])
-        return self.loss(x, inputs["labels"]) if self.ranks[-1] == self.rank and x is not None else None
+        return x if self.ranks[-1] == self.rank else None
 
     def forward_backward(self, micro_batches: Sequence[Inputs], valid_tokens: int) -> torch.Tensor:
         """Run the schedule over all micro-batches of a step, then reduce gradients that nothing else reduces."""
@@ -108,12 +107,15 @@ class Pipeline:
         ).tolist()
         return {"pipeline/bubble(%)": 100 * (1 - busy / whole)} if whole else {}
 
-    def _hidden(self, stage: nn.Module, inputs: Inputs, hidden: torch.Tensor | None) -> torch.Tensor:
+    def _run(
+        self, stage: nn.Module, inputs: Inputs, hidden: torch.Tensor | None, labels: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Hidden states; of the last stage, given ``labels``, their summed loss."""
         with self.precision():
-            return stage(hidden=hidden, **{name: x for name, x in inputs.items() if name != "labels"})
+            return stage(**inputs | {"hidden": hidden, "labels": labels})
 
     def _last(self, stage: nn.Module, inputs: Inputs, hidden: torch.Tensor | None) -> torch.Tensor:
-        loss_sum = self.loss(self._hidden(stage, inputs, hidden), inputs["labels"])
+        loss_sum = self._run(stage, inputs, hidden, inputs["labels"])
         self.total += loss_sum.detach()
         return loss_sum / self.valid_tokens
 
@@ -140,7 +142,7 @@ class Pipeline:
             module,
             index,
             count,
-            compute=self._last if index == count - 1 else self._hidden,
+            compute=self._last if index == count - 1 else self._run,
             hidden=self.hidden,
             loss_dtype=torch.promote_types(self.hidden.dtype, torch.float32),
             device=self.device,

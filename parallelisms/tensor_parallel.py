@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -24,6 +24,8 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+
+from parallelisms.vocabulary_loss import GatheredVocabulary, SharedVocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ def apply_tensor_parallel(
     outer: dict[str, ParallelStyle] = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
-        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1) if loss_parallel else Replicate()),
+        "output": _Head(loss_parallel),
     }
     _parallelize(model, mesh, outer)
     if getattr(model, "tok_embeddings", None) is not None:
@@ -114,6 +116,36 @@ class _Replicated(ParallelStyle):
             return tuple(DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in inputs)
 
         return distribute_module(module, device_mesh, None, whole, lambda _, output, mesh: output.to_local())
+
+
+class _Head(ParallelStyle):
+    """Each rank holds some rows of the matrix, the same part of the vocabulary, and sees all tokens.
+
+    Args:
+        loss_parallel: the loss combines what it finds in each rank's logits (parallelisms/vocabulary_loss.py), else
+            logits are gathered before it.
+    """
+
+    def __init__(self, loss_parallel: bool):
+        super().__init__()
+        self.loss_parallel = loss_parallel
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        cut = distribute_tensor(module.weight.data, device_mesh, [Shard(0)], src_data_rank=None)
+        module.register_parameter("weight", nn.Parameter(cut))
+
+        def gather(_: nn.Module, inputs: Any) -> Any:
+            x = inputs[0]
+            if not isinstance(x, DTensor):
+                x = DTensor.from_local(x, device_mesh, [Shard(1)], run_check=False)
+            # What a rank adds to the gradient of hidden states is of its own columns alone.
+            return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+        module.register_forward_pre_hook(gather)
+        module.matrix = lambda: module.weight.to_local()
+        kind = SharedVocabulary if self.loss_parallel else GatheredVocabulary
+        module.loss.vocabulary = kind(device_mesh)
+        return module
 
 
 class _FeaturesGathered(ParallelStyle):

@@ -14,8 +14,6 @@ Inputs = dict[str, torch.Tensor]
 """A micro-batch on the device: tokens and labels, and as the model takes them positions, document_ids, document_starts,
 numbers.
 """
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(logits, labels) -> the sum over valid tokens."""
 Precision = Callable[[], contextlib.AbstractContextManager[None]]
 """Makes the context of a forward pass."""
 
@@ -40,22 +38,19 @@ class Whole:
     """Passes of a model of which this rank holds all layers.
 
     Args:
-        model: called with the inputs except the labels; returns logits.
-        loss: summed.
+        model: called with the inputs; returns the loss of the labels, summed over valid tokens.
         precision: makes the context of a forward pass.
         set_gradient_sync: (model, enabled) -> None, whether the next backward pass reduces gradients over ranks.
     """
 
     model: nn.Module
-    loss: Loss
     precision: Precision
     set_gradient_sync: Callable[[nn.Module, bool], None]
 
     def forward(self, inputs: Inputs) -> torch.Tensor:
         """Summed loss of one micro-batch."""
         with self.precision():
-            logits = self.model(**{name: x for name, x in inputs.items() if name != "labels"})
-        return self.loss(logits, inputs["labels"])
+            return self.model(**inputs)
 
     def forward_backward(self, micro_batches: Sequence[Inputs], valid_tokens: int) -> torch.Tensor:
         """One micro-batch after the other; gradients are reduced with the last."""

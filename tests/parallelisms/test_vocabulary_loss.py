@@ -1,12 +1,13 @@
-"""Cross entropy over a split vocabulary against torch's over the whole one."""
+"""Losses over a vocabulary that ranks share against torch's over the whole one."""
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-from model.loss import IGNORE as THEIRS
-from model.loss import cross_entropy_sum
-from parallelisms.vocabulary_loss import IGNORE, vocabulary_parallel_cross_entropy_sum
+from model.loss import IGNORE, HeadLoss
+from model.loss_chunked import RowChunked, VocabularyChunked
+from parallelisms.vocabulary_loss import GatheredVocabulary, SharedVocabulary
 from tests import ranks
 from tests.fingerprint import Traffic
 
@@ -18,10 +19,12 @@ def both(dtype: torch.dtype, scale: float) -> tuple:
     labels[0, 1] = labels[1, 4] = IGNORE
     width, rank = 12 // dist.get_world_size(), dist.get_rank()
     mine = whole.detach()[..., rank * width : (rank + 1) * width].clone().requires_grad_()
+    shared = HeadLoss()
+    shared.vocabulary = SharedVocabulary(init_device_mesh("cpu", (dist.get_world_size(),)))
     with Traffic({dist.group.WORLD.group_name: "tp"}) as traffic:
-        loss = vocabulary_parallel_cross_entropy_sum(mine, labels, dist.group.WORLD)
+        loss = shared.of_logits(mine, labels)
         (3.0 * loss).backward()
-    reference = cross_entropy_sum(whole, labels)
+    reference = HeadLoss().of_logits(whole, labels)
     (3.0 * reference).backward()
     expected = whole.grad[..., rank * width : (rank + 1) * width]
     return loss.detach(), reference.detach(), mine.grad, expected, traffic.summary()
@@ -43,5 +46,36 @@ def test_equals_the_whole_vocabulary(world_size, dtype, scale, tolerance):
         assert traffic == {"tp": {"all_reduce": {"calls": 2, "bytes": 3 * size}}}, "three numbers a token, never logits"
 
 
-def test_the_same_label_is_ignored_as_in_the_model():
-    assert IGNORE == THEIRS
+def every_loss() -> list[tuple[str, list[float]]]:
+    """Name -> relative errors of loss and both gradients, each rank with half of the matrix, soft cap and z-loss on."""
+    generator = torch.Generator().manual_seed(5)
+    hidden = torch.randn(2, 6, 8, generator=generator, dtype=torch.float64)
+    matrix = torch.randn(14, 8, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, 14, (2, 6), generator=generator)
+    labels[0] = IGNORE
+    mesh = init_device_mesh("cpu", (2,))
+    rows = slice(7 * mesh.get_local_rank(), 7 * mesh.get_local_rank() + 7)
+    x, w = hidden.clone().requires_grad_(), matrix.clone().requires_grad_()
+    reference = HeadLoss(3.0, 0.1)(x, w, labels)
+    reference.backward()
+    options, found = {"soft_cap": 3.0, "z_loss_coeff": 0.1}, []
+    for name, loss in {
+        "torch": HeadLoss(**options),
+        "rows": RowChunked(5, **options),
+        "columns": VocabularyChunked(3, **options),
+        "gathered": HeadLoss(**options),
+    }.items():
+        loss.vocabulary = GatheredVocabulary(mesh) if name == "gathered" else SharedVocabulary(mesh)
+        h, mine = hidden.clone().requires_grad_(), matrix[rows].clone().requires_grad_()
+        value = loss(h, mine, labels)
+        value.backward()
+        dist.all_reduce(h.grad)  # each rank's is that of its columns
+        pairs = ((value, reference), (h.grad, x.grad), (mine.grad, w.grad[rows]))
+        found.append((name, [float((a - b).norm() / b.norm()) for a, b in pairs]))
+    return found
+
+
+def test_every_loss_over_a_shared_vocabulary_equals_torchs():
+    for found in ranks.run(2, every_loss):
+        for name, errors in found:
+            assert max(errors) < 1e-14, name
