@@ -25,7 +25,13 @@ DISPATCHERS = {"all_to_all": AllToAll, "all_to_all_dedup": TokenOnce}
 
 
 def apply_expert_parallel(
-    model: nn.Module, mesh: DeviceMesh, *, dispatcher: str, comm_overlap: str, tensor_mesh: DeviceMesh | None
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    group: dist.ProcessGroup,
+    dispatcher: str,
+    comm_overlap: str,
+    tensor_mesh: DeviceMesh | None,
 ) -> None:
     """Keep a share of each layer's experts in place and send tokens to them. Dense blocks stay as they are.
 
@@ -34,6 +40,7 @@ def apply_expert_parallel(
             [E, ...]. E divides by the ranks of "ep".
         mesh: axes "ep" and "etp". Rank r along ep holds the r-th share of the ids. With etp above 1, which is then tp,
             each expert's hidden features are cut over it, and tokens travel between ranks of equal place in tp.
+        group: the ranks along "ep", for tokens alone.
         dispatcher: "all_to_all" or "all_to_all_dedup".
         comm_overlap: "none" or "shared_expert".
         tensor_mesh: ranks that are given the same tokens, or None.
@@ -43,9 +50,7 @@ def apply_expert_parallel(
         if not hasattr(block, "moe"):
             continue
         experts = block.moe.experts
-        exchange: Any = DISPATCHERS[dispatcher](
-            mesh.get_group("ep"), experts.w13.shape[0], overlap=comm_overlap == "shared_expert"
-        )
+        exchange: Any = DISPATCHERS[dispatcher](group, experts.w13.shape[0], overlap=comm_overlap == "shared_expert")
         block.moe.dispatcher = exchange
         if tensor_mesh is not None and not narrow:
             block.moe.dispatcher = TokenShare(exchange, tensor_mesh.get_group())

@@ -42,6 +42,8 @@ class Mesh:
     """The ranks that hold other parts of the same sequences. None where nothing is split."""
     expert_mesh: DeviceMesh | None = None
     """All of ``EXPERT_AXES``. None without expert parallelism."""
+    exchange_group: dist.ProcessGroup | None = None
+    """The ranks along ep, for tokens on their way."""
 
     @property
     def world_size(self) -> int:
@@ -107,15 +109,21 @@ class Mesh:
         if self.tp > 1:  # DTensor then reduces a gradient norm over both axes at once
             self.device_mesh["dp_shard", "tp"]._flatten("shards")
         if self.cp > 1:
-            # Groups of their own. Axes that span the same ranks would share one, as cp and dp_shard of two ranks, and
-            # keys on their way round would wait behind parameters.
-            others = torch.arange(self.world_size).view(-1, self.cp, self.tp).transpose(1, 2).reshape(-1, self.cp)
-            group, _ = dist.new_subgroups_by_enumeration(others.tolist())
+            group = self._group_of_their_own(self.cp, apart=self.tp)
             self.cp_mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=("cp",))
         if self.ep > 1:
             folded = (self.pp, self.dp_replicate, self.efsdp, self.ep, self.etp)
             self.expert_mesh = init_device_mesh(device_type, folded, mesh_dim_names=EXPERT_AXES)
             self.expert_mesh[EXPERT_AXES[2:]]._flatten("expert_shards")
+            self.exchange_group = self._group_of_their_own(self.ep, apart=self.etp)
+
+    def _group_of_their_own(self, size: int, *, apart: int) -> dist.ProcessGroup:
+        """This rank's group of ``size`` ranks that are ``apart``. Axes of a DeviceMesh that span the same ranks share a
+        group, as cp or ep and dp_shard of two ranks do, and what travels in a layer would wait behind parameters.
+        """
+        ranks = torch.arange(self.world_size).view(-1, size, apart).transpose(1, 2).reshape(-1, size)
+        group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+        return group
 
     def sum_over_data(self, x: torch.Tensor) -> torch.Tensor:
         """Elementwise sum of ``x``, this rank's part of a loss or a count, over the ranks that hold other parts.

@@ -67,10 +67,11 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, draw: Draw, dev
                 asynchronous=section.enable_async_tensor_parallel,
                 experts=mesh.expert_mesh is None,
             )
-        if mesh.expert_mesh is not None:
+        if mesh.expert_mesh is not None and mesh.exchange_group is not None:
             apply_expert_parallel(
                 part,
                 mesh.expert_mesh["ep", "etp"],
+                group=mesh.exchange_group,
                 dispatcher=config.moe.dispatcher,
                 comm_overlap=config.moe.comm_overlap,
                 tensor_mesh=mesh.device_mesh["tp"] if mesh.tp > 1 and mesh.device_mesh is not None else None,

@@ -45,7 +45,7 @@ def set_timeout(mesh: Mesh, seconds: int) -> None:
         return
     timeout = timedelta(seconds=seconds)
     context = [] if mesh.cp_mesh is None else [mesh.cp_mesh.get_group()]
-    experts = [] if mesh.expert_mesh is None else mesh.expert_mesh.get_all_groups()
+    experts = [] if mesh.expert_mesh is None else [*mesh.expert_mesh.get_all_groups(), mesh.exchange_group]
     for group in (None, *mesh.device_mesh.get_all_groups(), *context, *experts):
         _set_pg_timeout(timeout, group)
 
@@ -57,12 +57,6 @@ def from_first_rank(value: T) -> T:
     shared = [value]
     dist.broadcast_object_list(shared, src=0)
     return shared[0]
-
-
-def barrier() -> None:
-    """Wait until every rank is here."""
-    if dist.is_initialized():
-        dist.barrier()
 
 
 def barrier() -> None:

@@ -155,6 +155,8 @@ def axes_of(mesh: Mesh) -> dict[str, str]:
     for name, axis in joined.items():
         if axis is not None:
             names.setdefault(axis.get_group().group_name, name)
+    if mesh.exchange_group is not None:
+        names[mesh.exchange_group.group_name] = "ep"
     if mesh.expert_mesh is not None:
         for name in (*EXPERT_AXES[2:], "expert_shards"):
             names.setdefault(mesh.expert_mesh[name].get_group().group_name, name)
