@@ -57,20 +57,31 @@ class BlockKernel(Protocol):
 
 
 class ReferenceBlocks:
-    """Plain operators with the block's score matrix in memory, accumulated in float32 (float64 for float64 inputs).
+    """Plain operators, accumulated in float32 (float64 for float64 inputs), the scores of some queries at a time in
+    memory.
 
     Serves any device, and is what every other kernel is compared with.
+
+    Args:
+        queries: at a time.
     """
 
     masks = True
 
+    def __init__(self, queries: int = 1024):
+        self.queries = queries
+
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = block_scores(q, k, causal, mask)  # (B, H_kv, G, Sq, Sk)
-        lse = scores.logsumexp(-1)
-        out = torch.einsum("bhgqk,bkhd->bqhgd", shares(scores, lse), v.to(scores.dtype))
-        return out.flatten(2, 3).to(q.dtype), lse.flatten(1, 2)
+        found = []
+        for rows in self._rows(q):
+            scores = block_scores(q, k, rows, causal, mask)  # (B, H_kv, G, rows, Sk)
+            lse = scores.logsumexp(-1)
+            out = torch.einsum("bhgqk,bkhd->bqhgd", shares(scores, lse), v.to(scores.dtype))
+            found.append((out.flatten(2, 3).to(q.dtype), lse.flatten(1, 2)))
+        outs, lses = zip(*found, strict=True)
+        return torch.cat(outs, 1), torch.cat(lses, 2)
 
     def backward(
         self,
@@ -83,30 +94,38 @@ class ReferenceBlocks:
         causal: bool,
         mask: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        scores = block_scores(q, k, causal, mask)
-        wide, kv_heads = scores.dtype, k.shape[2]
-        p = shares(scores, lse.unflatten(1, (kv_heads, -1)))
-        dout, out, queries = (x.to(wide).unflatten(2, (kv_heads, -1)) for x in (dout, out, q))  # (B, Sq, H_kv, G, D)
+        wide, kv_heads = torch.promote_types(q.dtype, torch.float32), k.shape[2]
         keys, values = k.to(wide), v.to(wide)
-        dv = torch.einsum("bhgqk,bqhgd->bkhd", p, dout)
-        dp = torch.einsum("bqhgd,bkhd->bhgqk", dout, values)
-        row = (dout * out).sum(-1).permute(0, 2, 3, 1).unsqueeze(-1)  # sum over keys of p dp
-        ds = p * (dp - row) * q.shape[-1] ** -0.5
-        dq = torch.einsum("bhgqk,bkhd->bqhgd", ds, keys).flatten(2, 3)
-        dk = torch.einsum("bhgqk,bqhgd->bkhd", ds, queries)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(keys), torch.zeros_like(values)
+        for rows in self._rows(q):
+            scores = block_scores(q, k, rows, causal, mask)
+            p = shares(scores, lse[:, :, rows].unflatten(1, (kv_heads, -1)))
+            # (B, rows, H_kv, G, D)
+            douts, outs, queries = (x[:, rows].to(wide).unflatten(2, (kv_heads, -1)) for x in (dout, out, q))
+            dv += torch.einsum("bhgqk,bqhgd->bkhd", p, douts)
+            dp = torch.einsum("bqhgd,bkhd->bhgqk", douts, values)
+            row = (douts * outs).sum(-1).permute(0, 2, 3, 1).unsqueeze(-1)  # sum over keys of p dp
+            ds = p * (dp - row) * q.shape[-1] ** -0.5
+            dq[:, rows] = torch.einsum("bhgqk,bkhd->bqhgd", ds, keys).flatten(2, 3).to(q.dtype)
+            dk += torch.einsum("bhgqk,bqhgd->bkhd", ds, queries)
+        return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+    def _rows(self, q: torch.Tensor) -> list[slice]:
+        return [slice(i, min(i + self.queries, q.shape[1])) for i in range(0, q.shape[1], self.queries)]
 
 
-def block_scores(q: torch.Tensor, k: torch.Tensor, causal: bool, mask: torch.Tensor | None) -> torch.Tensor:
-    """Scaled scores (B, H_kv, G, Sq, Sk) in float32 or float64, -inf where a query may not look."""
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    queries = q.to(wide).unflatten(2, (k.shape[2], -1))
+def block_scores(
+    q: torch.Tensor, k: torch.Tensor, rows: slice, causal: bool, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Scaled scores (B, H_kv, G, rows, Sk) of some queries in float32 or float64, -inf where one may not look."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    queries = q[:, rows].to(wide).unflatten(2, (k.shape[2], -1))
     scores = torch.einsum("bqhgd,bkhd->bhgqk", queries, k.to(wide)) * q.shape[-1] ** -0.5
     if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1 + rows.start)
         scores = scores.masked_fill(hidden, -torch.inf)
     if mask is not None:
-        scores = scores.masked_fill(~mask[:, None, None], -torch.inf)
+        scores = scores.masked_fill(~mask[:, None, None, rows], -torch.inf)
     return scores
 
 

@@ -105,16 +105,26 @@ def relative(x: torch.Tensor, reference: torch.Tensor) -> float:
 BOUNDS = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
 
 
-@pytest.mark.parametrize("n", [2, 4])
-def test_ranks_attend_as_one_process_does(n):
+def check(n: int, kv_heads: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
     cases = [
-        (*way, kv_heads, causal, masked, dtype)
+        (*way, heads, causal, masked, dtype)
         for way in WAYS
-        for kv_heads in (4, 2, 1)
+        for heads in kv_heads
         for causal in (True, False)
         for masked in (False, True)
-        for dtype in BOUNDS
+        for dtype in dtypes
     ]
     for rank, errors in enumerate(ranks.run(n, attend, cases)):
         for case, found in zip(cases, errors, strict=True):
             assert max(found) < BOUNDS[case[-1]], f"rank {rank}, {case}: {found}"
+
+
+@pytest.mark.parametrize("n, kv_heads", [(2, 2), (4, 1)])
+def test_ranks_attend_as_one_process_does(n, kv_heads):
+    check(n, (kv_heads,), (torch.float32, torch.bfloat16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 4])
+def test_any_number_of_key_heads_in_any_dtype(n):
+    check(n, (4, 2, 1), tuple(BOUNDS))
