@@ -54,6 +54,7 @@ from parallelisms.pipeline import Pipeline
 from parallelisms.pipeline_split import Stages
 from parallelisms.zero import holder_of_states, shard_states
 from trainer.checkpoint import Checkpointer, step_to_continue
+from trainer.compilations import Compilations
 from trainer.determinism import set_determinism
 from trainer.environment import read_clocks
 from trainer.load_map import LoadMap
@@ -269,7 +270,7 @@ def train(
         metrics.log_validation(0, evaluate())
     experts = step_once.experts
     load_map = LoadMap(run, metrics.writer) if experts is not None and run is not None else None
-    collector = titan.GarbageCollection(config.training.gc_freq)
+    collector, compilations = titan.GarbageCollection(config.training.gc_freq), Compilations(speaks=run is not None)
     timer = StepTimer(device, first_step=done + 1)
     timer.start()
     for step in range(done + 1, steps + 1):
@@ -281,6 +282,8 @@ def train(
             step_once.optimizer, step - 1, config.optimizer.lr, config.lr_scheduler, config.training.steps
         )
         result = step_once(batch)
+        if compilations.happened():
+            timer.exclude("compilation")
         timer.stop()
         if step == steps and run is not None:
             with timer.paused():  # while the device still works
@@ -308,7 +311,12 @@ def train(
                     lr=rate,
                     times=timer.collect(),
                     validation=validation,
-                    extra=watch.counts() | seen | traffic_tags(traffic) | step_once.passes.report() | profile,
+                    extra=watch.counts()
+                    | seen
+                    | traffic_tags(traffic)
+                    | step_once.passes.report()
+                    | compilations.tags()
+                    | profile,
                 )
         if checkpointer is not None and checkpointer.due(step):
             with timer.paused(), span(CHECKPOINT):
