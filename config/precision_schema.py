@@ -38,6 +38,8 @@ class Optimizer:
     """Dtype in which both moments are kept between steps; the update is computed in float32."""
     stochastic_rounding: bool = key(False, parent="optimizer.state_dtype", parent_values=("bfloat16",))
     """Round moments up or down by chance, so that they are right on average. Off: to the nearest."""
+    state_offload: bool = key(False, parent="optimizer.name", parent_values=("AdamW", "Adam"))
+    """Keep both moments in CPU memory. An update has those of some parameters on the device at a time."""
 
 
 @dataclass

@@ -58,14 +58,9 @@ def compiles(config: Config, component: str) -> bool:
     return config.compile.enable and component in config.compile.components
 
 
-def compiled_model(config: Config) -> bool:
-    """Whether torch.compile takes the blocks."""
-    return compiles(config, "model")
-
-
 def compiled(config: Config) -> bool:
     """Whether inductor compiles the blocks."""
-    return compiled_model(config) and config.compile.backend == "inductor"
+    return compiles(config, "model") and config.compile.backend == "inductor"
 
 
 def tensor_parallel(config: Config) -> bool:

@@ -28,7 +28,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         (False,),
         "a step in backward cannot clip the global gradient norm; remove the key",
     ),
-    "training.enable_cpu_offload": ((False,), f"CPU offload is {_LATER}; set it to false"),
     "training.dtype": (
         ("float32",),
         "master weights stay float32; training.mixed_precision_param sets the compute dtype",
@@ -65,8 +64,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         'the operators that are kept are fixed; see activation_checkpoint.selective_ac_option = "op"',
     ),
     "activation_checkpoint.early_stop": ((False,), "there is no such option here; remove the key"),
-    "activation_checkpoint.memory_budget": ((0.5,), 'only the mode "memory_budget" reads it, which is ' + _LATER),
-    "activation_checkpoint.visualize_memory_budget_pareto": ((False,), f'the mode "memory_budget" is {_LATER}'),
+    "activation_checkpoint.visualize_memory_budget_pareto": ((False,), "there is no such picture here; remove the key"),
     "activation_checkpoint.preserve_rng_state": ((True, False), "no layer draws random numbers from torch's generator"),
     "activation_checkpoint.determinism_check": (("default",), "there is no such option here; remove the key"),
     "activation_checkpoint.debug": ((False,), "there is no such option here; remove the key"),

@@ -13,10 +13,13 @@ logger = logging.getLogger(__name__)
 
 
 def apply_activation_checkpoint(model: nn.Module, *, mode: str, selective_ac_option: str) -> None:
-    """Wrap the blocks under ``model.layers`` in place.
+    """Wrap the blocks under ``model.layers`` in place, or parts of them.
 
     Args:
-        mode: "full": every block is recomputed once. "selective": as ``selective_ac_option`` says.
+        mode: "full": every block is recomputed once. "selective": as ``selective_ac_option`` says. "experts": attention
+            is recomputed, and blocks without experts whole; what experts keep is kept, so no token is routed or sent
+            again and no product of theirs is computed twice. "nested": the published mistake of checkpointing a block
+            that is checkpointed already. Nothing more is kept, and every block is recomputed twice.
         selective_ac_option: "op": keep the outputs of matrix products (every second one), of attention kernels of a GPU
             and of collectives, and recompute the rest (torchtitan's SelectiveAC). A number n: recompute every n-th
             block, starting with the first.
@@ -34,12 +37,22 @@ def apply_activation_checkpoint(model: nn.Module, *, mode: str, selective_ac_opt
         policy.apply(model)
         logger.info("Applied selective activation checkpointing by operator")
         return
-    every = 1 if mode == "full" else int(selective_ac_option)
+    every = int(selective_ac_option) if mode == "selective" else 1
     layers = model.get_submodule("layers")
     for i, (name, block) in enumerate(list(layers.named_children())):
-        if i % every == 0:
-            layers.register_module(name, checkpoint_wrapper(block, preserve_rng_state=False, early_stop=False))
-    logger.info("Applied activation checkpointing to every %s block", "single" if every == 1 else f"{every}th")
+        if mode == "experts" and hasattr(block, "moe"):
+            block.attention = _checkpointed(block.attention)
+        elif i % every == 0:
+            once = _checkpointed(block)
+            layers.register_module(name, _checkpointed(once) if mode == "nested" else once)
+    what = {"experts": "all but experts", "nested": "every block, twice"}.get(mode)
+    logger.info(
+        "Applied activation checkpointing to %s", what or f"every {'single' if every == 1 else f'{every}th'} block"
+    )
+
+
+def _checkpointed(module: nn.Module) -> nn.Module:
+    return checkpoint_wrapper(module, preserve_rng_state=False, early_stop=False)
 
 
 def attention_operators() -> set[torch._ops.OpOverload]:

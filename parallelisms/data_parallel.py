@@ -4,6 +4,7 @@ The trainer divides each rank's loss by the global batch's count of valid tokens
 gradient of the global mean however unequal the ranks' shares are (torchtitan #2206, #2318).
 """
 
+import functools
 import logging
 import warnings
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ def apply_fsdp(
     prefetch_blocks: int | None = None,
     router_dtype: torch.dtype | None = None,
     expert_mesh: DeviceMesh | None = None,
+    cpu_offload: bool = False,
 ) -> None:
     """Shard ``model`` in place with FSDP2: a unit a block, one for the embedding, one for the final norm and head.
 
@@ -45,31 +47,35 @@ def apply_fsdp(
         expert_mesh: the ranks that hold the same experts under expert parallelism, as ``mesh`` with one dimension or
             two: a layer's experts are then a unit of their own. In one with the rest they would be mixed with those of
             other ranks, and a reduction could come between two exchanges of tokens and wait for ever.
+        cpu_offload: keep shards of parameters and gradients in pinned CPU memory, and with them the optimizer's states
+            and its update. A shard is copied to the device to be gathered, its gradient back once it is reduced.
     """
     # Activations have the compute dtype already. A cast would catch the rotary table, which is float32 for a reason.
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    shard = functools.partial(fully_shard, mesh=mesh, offload_policy=offload)
     reshard = reshard_after_forward != "never"
     embedding, norm, output = (getattr(model, n) for n in ("tok_embeddings", "norm", "output"))
     ends = [module for module in (norm, output) if module is not None]
     if embedding is not None and output is not None and output.weight is embedding.weight:
         # FSDP2 refuses a parameter that two units share: embedding and head become one unit, kept until backward.
-        fully_shard([embedding, *ends], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        shard([embedding, *ends], mp_policy=policy, reshard_after_forward=False)
     else:
         if embedding is not None:
-            fully_shard(embedding, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+            shard(embedding, mp_policy=policy, reshard_after_forward=reshard)
         if ends:
-            fully_shard(ends, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward == "always")
+            shard(ends, mp_policy=policy, reshard_after_forward=reshard_after_forward == "always")
     for block in model.get_submodule("layers").children():
         if router_dtype is not None and hasattr(block, "moe"):
             # A unit of its own, or the router's weights would be gathered in param_dtype.
             router = MixedPrecisionPolicy(
                 param_dtype=router_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
             )
-            fully_shard(block.moe.router, mesh=mesh, mp_policy=router, reshard_after_forward=reshard)
+            shard(block.moe.router, mp_policy=router, reshard_after_forward=reshard)
         if expert_mesh is not None and hasattr(block, "moe"):
             _shard_experts(block.moe.experts, expert_mesh, mp_policy=policy, reshard_after_forward=reshard)
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        shard(block, mp_policy=policy, reshard_after_forward=reshard)
+    shard(model, mp_policy=policy, reshard_after_forward=reshard)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -80,7 +86,14 @@ def apply_fsdp(
     # Tensor parallelism returns views; what the warning fears, an operation in place on one, the model has nowhere.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     kind = "HSDP" if mesh.ndim == 2 else "FSDP"
-    logger.info("Applied %s over %s, parameters %s, reductions %s", kind, tuple(mesh.shape), param_dtype, reduce_dtype)
+    logger.info(
+        "Applied %s over %s, parameters %s, reductions %s%s",
+        kind,
+        tuple(mesh.shape),
+        param_dtype,
+        reduce_dtype,
+        "; shards and states in CPU memory" if cpu_offload else "",
+    )
 
 
 def _shard_experts(experts: nn.Module, mesh: DeviceMesh, **options: Any) -> None:

@@ -18,15 +18,27 @@ Draw = Callable[[str, torch.Size, torch.device], torch.Tensor]
 
 
 @torch.no_grad()
-def materialize(model: nn.Module, *, draw: Draw, device: torch.device) -> None:
-    """Allocate ``model`` on ``device`` and fill it: parameters from ``draw``, buffers by the model's ``init_buffers``.
+def materialize(
+    model: nn.Module, *, draw: Draw, device: torch.device, parameters_on: torch.device | None = None
+) -> None:
+    """Allocate ``model`` and fill it: parameters from ``draw``, buffers by the model's ``init_buffers``.
 
     ``model.tie_weights`` restores the parameters that are shared, which allocation separates.
 
+    Args:
+        device: of buffers, and where parameters are drawn: the same numbers wherever they are kept.
+        parameters_on: where they are kept; None: there.
+
     Peak memory beyond the shards is one whole parameter.
     """
-    model.to_empty(device=device)
+    model.to_empty(device=parameters_on or device)
     model.tie_weights()
+    if parameters_on not in (None, device):
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module.register_buffer(
+                    name, torch.empty_like(buffer, device=device), name not in module._non_persistent_buffers_set
+                )
     for name, parameter in named_parameters(model):
         full = draw(name, parameter.shape, device)
         if isinstance(parameter, DTensor):

@@ -1,19 +1,26 @@
 """How often each layer runs: checkpointing buys memory with one more forward pass, and with no more than one."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import titan
 from config.flavors import ModelShape
+from config.schema import Moe
+from config.shapes import MoEShape
 from model.attention import attention_backend
 from model.decoder import Decoder
 from model.initial_weights import draw, initial_value
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
+from parallelisms.data_parallel import apply_fsdp
 from parallelisms.names import named_parameters, plain_name
+from tests import ranks
 
+MOE = Moe(experts="grouped_mm")
 LAYERS = 4
 SHAPE = ModelShape(vocab_size=97, dim=32, n_layers=LAYERS, n_heads=4, n_kv_heads=2, hidden_dim=48, max_seq_len=16)
 PRODUCTS = 7
@@ -60,9 +67,10 @@ def run(mode: str, option: str = "2") -> tuple[dict[str, int], Counter[str], dic
         ("selective", "1", [2, 2, 2, 2]),
         ("selective", "2", [2, 1, 2, 1]),
         ("selective", "3", [2, 1, 1, 2]),
+        ("nested", "2", [3, 3, 3, 3]),
     ],
 )
-def test_a_recomputed_block_runs_exactly_once_more(mode, option, runs):
+def test_a_recomputed_block_runs_exactly_once_more_and_a_nested_one_twice(mode, option, runs):
     seen, operators, gradients = run(mode, option)
     assert [seen[f"layers.{i}.attention"] for i in range(LAYERS)] == runs
     _, plain, expected = run("none")
@@ -87,3 +95,65 @@ def test_checkpointing_by_operator_keeps_what_attention_runs_on_a_gpu(kernel):
     """Else the costliest operator of a long sequence would run twice."""
     kept = titan.SelectiveAC(titan.SelectiveAC.Config()).get_save_ops()
     assert getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention").default in kept
+
+
+def experts_run(mode: str) -> tuple[Counter[str], list[torch.Size], dict[str, torch.Tensor]]:
+    """One pass of a model with a dense block and one with experts: runs of modules, what the latter saves, gradients."""
+    shape = replace(SHAPE, n_layers=2, moe=MoEShape(num_experts=4, top_k=2, hidden_dim=24, first_dense_layers=1))
+    model = Decoder(shape, attention_backend("sdpa"), 16, moe=MOE)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(draw(name, p.shape, initial_value(name, shape), 0, p.device))
+    if mode != "none":
+        apply_activation_checkpoint(model, mode=mode, selective_ac_option="2")
+    runs: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        if plain_name(name).endswith((".wo", ".w2", ".experts", ".router")):
+            module.register_forward_pre_hook(lambda *_, name=plain_name(name): runs.update([name]))
+    saved: list[torch.Size] = []
+    experts = model.get_submodule("layers")["1"].moe.experts
+    compute = experts.compute
+
+    def watched(*arguments: torch.Tensor) -> torch.Tensor:
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x, lambda x: x)
+        with hooks:
+            return compute(*arguments)
+
+    if mode == "experts":
+        experts.compute = watched
+    model(torch.arange(32).view(2, 16) * 3 % 97).logsumexp(-1).sum().backward()
+    return runs, saved, {name: p.grad for name, p in named_parameters(model) if p.grad is not None}
+
+
+def test_checkpointing_around_experts_runs_them_once_and_keeps_inputs_and_pre_activations():
+    runs, saved, gradients = experts_run("experts")
+    twice = ["layers.0.attention.wo", "layers.0.feed_forward.w2", "layers.1.attention.wo"]
+    once = ["layers.1.moe.experts", "layers.1.moe.router"]
+    assert runs == dict.fromkeys(twice, 2) | dict.fromkeys(once, 1)
+    tokens, rows, dim, hidden = 32, 64, 32, 24
+    assert (tokens, dim) in saved and (rows, 2 * hidden) in saved
+    assert (rows, dim) not in saved and (rows, hidden) not in saved, "gathered rows, or the result of SwiGLU"
+    _, _, expected = experts_run("none")
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=0)
+
+
+def runs_under_fsdp(mode: str) -> list[int]:
+    model = Decoder(SHAPE, attention_backend("sdpa"), 16)
+    if mode != "none":
+        apply_activation_checkpoint(model, mode=mode, selective_ac_option="2")
+    runs: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        if name.endswith(".attention"):
+            module.register_forward_pre_hook(lambda *_, layer=plain_name(name): runs.update([layer]))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    full = {"param_dtype": torch.float32, "reduce_dtype": torch.float32}
+    apply_fsdp(model, mesh, reshard_after_forward="default", **full)
+    for _ in range(2):
+        model(torch.arange(32).view(2, 16) * 3 % 97).logsumexp(-1).sum().backward()
+    return [runs[f"layers.{i}.attention"] // 2 for i in range(LAYERS)]
+
+
+@pytest.mark.parametrize(("mode", "runs"), [("none", 1), ("full", 2), ("nested", 3)])
+def test_fsdp_adds_no_forward_of_its_own(mode, runs):
+    assert ranks.run(2, runs_under_fsdp, mode) == [[runs] * LAYERS] * 2
