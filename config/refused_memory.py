@@ -1,16 +1,19 @@
 """Ways to save memory that are refused: where activations, parameters and states cannot be kept elsewhere."""
 
+from collections.abc import Callable
+
 from config.refusal import Refusal, compiles, pipelined, tensor_parallel, together, without_fsdp2, zero_bubble
+from config.schema import Config
 
 BUDGETED_BACKENDS = ("inductor", "aot_eager", "aot_eager_decomp_partition")
 """Backends of torch.compile that partition a graph by what it saves, and run where the trainer does."""
 
 
-def _mode(*names: str):  # type: ignore[no-untyped-def]
+def _mode(*names: str) -> Callable[[Config], bool]:
     return lambda config: config.activation_checkpoint.mode in names
 
 
-def _experts_spread(config) -> bool:  # type: ignore[no-untyped-def]
+def _experts_spread(config: Config) -> bool:
     return config.parallelism.expert_parallel_degree > 1
 
 
@@ -166,8 +169,8 @@ MEMORY = (
     ),
     Refusal(
         "offload of states in bfloat16",
-        "that update rounds by chance, by a parameter's place among all, and here it is given some at a time. Remove one"
-        " of the two keys.",
+        "that update may round by chance, by a parameter's place among all, and would be given some at a time. Remove"
+        " one of the two keys.",
         together(
             lambda config, shape: config.optimizer.state_offload and config.optimizer.state_dtype != "float32",
             "optimizer.state_offload",

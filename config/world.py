@@ -146,8 +146,8 @@ def check_world(config: Config, world_size: int) -> dict[str, int]:
     degrees = mesh_degrees(config, world_size)
     if config.training.enable_cpu_offload and degrees["dp_shard"] * degrees["cp"] == 1:
         raise ConfigError(
-            f"training.enable_cpu_offload = true keeps FSDP2's shards in CPU memory, and on {world_size} ranks nothing is"
-            " sharded. Shard over at least two, or set optimizer.state_offload, which needs one."
+            "training.enable_cpu_offload = true keeps FSDP2's shards in CPU memory, and with WORLD_SIZE"
+            f" {world_size} nothing is sharded. Shard over two ranks or more, or set optimizer.state_offload."
         )
     size, local = config.training.global_batch_size, config.training.local_batch_size
     data_degree = prod(degrees[axis] for axis in DATA_AXES)

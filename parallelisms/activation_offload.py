@@ -1,8 +1,8 @@
 """Activations in CPU memory between a block's forward and backward passes.
 
-What autograd saves of a block goes to pinned memory on a stream of its own while the next block computes, and comes back
-while the block above is in its backward pass. At most two blocks' activations are then on the device: one in use, one
-on its way.
+What autograd saves of a block goes to pinned memory on a stream of its own while the next block computes, and comes
+back while the block above is in its backward pass. At most two blocks' activations are then on the device: one in use,
+one on its way.
 
 torch's ``save_on_cpu`` copies on the computing stream, and a tensor as often as it is saved (the input of queries, keys
 and values three times), weights included. Here a storage goes once a block, and what outlives the block stays: weights,
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ MINIMUM_BYTES = 2**20
 
 
 def apply_activation_offload(model: nn.Module, *, minimum_bytes: int = MINIMUM_BYTES) -> None:
-    """Wrap the blocks under ``model.layers`` in place. Of a block that is checkpointed only its inputs are left to move.
+    """Wrap the blocks under ``model.layers`` in place. Of one that is checkpointed only its inputs are left to move.
 
     Args:
         minimum_bytes: of a tensor's storage that moves.
@@ -108,7 +108,7 @@ class Activations:
         """Copied to CPU memory since the first block of the latest pass."""
 
     @contextlib.contextmanager
-    def of_block(self, lasting: Collection[int], *, first: bool):  # type: ignore[no-untyped-def]
+    def of_block(self, lasting: Collection[int], *, first: bool) -> Iterator[None]:
         """Within it, what autograd saves moves, except storages at the addresses ``lasting``."""
         frame = _Frame(before=None if first else self._latest)
         self.sent_bytes = 0 if first else self.sent_bytes
@@ -182,7 +182,7 @@ class Activations:
                     storage.held.copy_(storage.host, non_blocking=True)  # type: ignore[union-attr]
 
     @contextlib.contextmanager
-    def _beside(self, frame: _Frame, device: torch.device):  # type: ignore[no-untyped-def]
+    def _beside(self, frame: _Frame, device: torch.device) -> Iterator[None]:
         """Within it, copies run beside what computes, after all that was launched before. A CPU just copies."""
         if device.type != "cuda":
             yield
@@ -205,7 +205,7 @@ def _address(x: torch.Tensor) -> int:
 
 
 def _is_weight(x: torch.Tensor) -> bool:
-    """Whether ``x`` is a parameter, or its cast under autocast, which keeps that until the pass ends; or a view of one."""
+    """Whether ``x`` is a parameter or its cast, which autocast keeps until the pass ends; or a view of one."""
     whole = x if x._base is None else x._base
     if whole.is_leaf:
         return whole.requires_grad

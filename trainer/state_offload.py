@@ -27,8 +27,8 @@ States = dict[torch.Tensor, dict[str, torch.Tensor]]
 class OffloadedStates(torch.optim.Optimizer):
     """``optimizer`` with every state that has its parameter's shape in CPU memory, and the same results to the bit.
 
-    ``state`` holds those as tensors like the parameters are (DTensors under FSDP2), so a checkpoint is that of any other
-    run.
+    ``state`` holds those as tensors like the parameters are (DTensors under FSDP2), so a checkpoint is that of any
+    other run.
 
     Args:
         optimizer: updates each parameter by itself. It has not taken a step.
@@ -131,7 +131,7 @@ class OffloadedStates(torch.optim.Optimizer):
         return found, self._inward.done
 
     def _send(self, parameters: list[torch.Tensor]) -> States:
-        """Start copies to CPU memory, which ``state`` holds from now on. Returns the originals, to be held until then."""
+        """Start copies to CPU memory, which ``state`` holds from now on. The originals are to be held until then."""
         originals = {p: {k: v for k, v in self.whole.state[p].items() if _is_like(v, p)} for p in parameters}
         with self._outward.beside(parameters[0].device):
             for p, states in originals.items():

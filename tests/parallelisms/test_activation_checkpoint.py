@@ -98,7 +98,7 @@ def test_checkpointing_by_operator_keeps_what_attention_runs_on_a_gpu(kernel):
 
 
 def experts_run(mode: str) -> tuple[Counter[str], list[torch.Size], dict[str, torch.Tensor]]:
-    """One pass of a model with a dense block and one with experts: runs of modules, what the latter saves, gradients."""
+    """One pass of a dense block and one with experts: runs of modules, what the latter saves, gradients."""
     shape = replace(SHAPE, n_layers=2, moe=MoEShape(num_experts=4, top_k=2, hidden_dim=24, first_dense_layers=1))
     model = Decoder(shape, attention_backend("sdpa"), 16, moe=MOE)
     with torch.no_grad():
@@ -108,8 +108,9 @@ def experts_run(mode: str) -> tuple[Counter[str], list[torch.Size], dict[str, to
         apply_activation_checkpoint(model, mode=mode, selective_ac_option="2")
     runs: Counter[str] = Counter()
     for name, module in model.named_modules():
-        if plain_name(name).endswith((".wo", ".w2", ".experts", ".router")):
-            module.register_forward_pre_hook(lambda *_, name=plain_name(name): runs.update([name]))
+        plain = plain_name(name)
+        if plain.endswith((".wo", ".w2", ".experts", ".router")):
+            module.register_forward_pre_hook(lambda *_, name=plain: runs.update([name]))
     saved: list[torch.Size] = []
     experts = model.get_submodule("layers")["1"].moe.experts
     compute = experts.compute
@@ -145,7 +146,8 @@ def runs_under_fsdp(mode: str) -> list[int]:
     runs: Counter[str] = Counter()
     for name, module in model.named_modules():
         if name.endswith(".attention"):
-            module.register_forward_pre_hook(lambda *_, layer=plain_name(name): runs.update([layer]))
+            layer = plain_name(name)
+            module.register_forward_pre_hook(lambda *_, layer=layer: runs.update([layer]))
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     full = {"param_dtype": torch.float32, "reduce_dtype": torch.float32}
     apply_fsdp(model, mesh, reshard_after_forward="default", **full)
