@@ -37,6 +37,14 @@ class ExpertDegrees:
     efsdp: int
 
 
+def expert_spread(degrees: dict[str, int]) -> ExpertDegrees | None:
+    """How a mesh of these ``degrees`` (config/world.py) spreads experts; None without expert parallelism."""
+    ep, etp = degrees["ep"], degrees["etp"]
+    if ep == 1:
+        return None
+    return ExpertDegrees(ep, etp, degrees["dp_shard"] * degrees["cp"] * degrees["tp"] // (ep * etp))
+
+
 def memory(
     shape: ModelShape,
     optimizer: str,
@@ -55,7 +63,7 @@ def memory(
     ranks. Expert parallelism spreads experts by ``expert_degrees`` instead. Of a pipeline a rank holds the ``modules``
     of its stages (config/pipeline.py).
     """
-    shapes = _local_shapes(shape, tensor_degree, modules, experts=expert_degrees is None)
+    shapes = local_shapes(shape, tensor_degree, modules, experts=expert_degrees is None)
     elements = sum(-(-s[0] // shard_degree) * prod(s[1:]) for s in shapes)
     if expert_degrees is not None:
         elements += _expert_elements(shape, modules, expert_degrees)
@@ -73,7 +81,7 @@ def zero_table(
     in stage 3. After backward both hold shards alone, so stage 2 here is ZeRO-2 in what it sends, not in what it
     keeps: the paper's stage keeps whole parameters throughout.
     """
-    shapes = _local_shapes(shape, tensor_degree)
+    shapes = local_shapes(shape, tensor_degree)
     last = [(shape.vocab_size // tensor_degree, shape.dim), (shape.dim,)]  # head, or the embedding that serves; norm
     found = {}
     for stage in range(4):
@@ -101,7 +109,7 @@ def _layers(modules: Collection[str] | None) -> list[int] | None:
     return [int(name.removeprefix("layers.")) for name in modules if name.startswith("layers.")]
 
 
-def _local_shapes(
+def local_shapes(
     shape: ModelShape, tensor_degree: int, modules: Collection[str] | None = None, *, experts: bool = True
 ) -> list[tuple[int, ...]]:
     """Every parameter as one rank of a tensor-parallel group holds it; of ``modules`` alone, if given; those of routed

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from config.arithmetic import flops_per_token, parameter_counts
+from config.estimate import estimate, held_by, provenance
 from config.flavors import resolve_shape
 from config.keys import shown
 from config.load import Resolved, flatten
-from config.memory import ExpertDegrees, memory
+from config.memory import expert_spread
 from config.paths import missing_files
 from config.pipeline import bubble, rank_modules, stage_modules, stage_ranks
 from config.rules import effective, tokenizer_kind
@@ -91,25 +92,12 @@ def render_dry_run(resolved: Resolved, world_size: int) -> str:
     degrees, numbers = mesh_degrees(config, world_size), derived(config, world_size)
     counts, flops = parameter_counts(shape), flops_per_token(shape, training.seq_len)
     on_ranks = rank_modules(config.parallelism, shape.n_layers) if degrees["pp"] > 1 else [None]
-    held = max(
-        (
-            memory(
-                shape,
-                config.optimizer.name,
-                degrees["dp_shard"] * degrees["cp"],
-                tensor_degree=degrees["tp"],
-                state_degree=degrees["dp_replicate"] if config.parallelism.zero_stage == 1 else 1,
-                expert_degrees=expert_degrees(degrees),
-                modules=modules,
-            )
-            for modules in on_ranks
-        ),
-        key=lambda each: each.total,
-    )
+    held = max((held_by(config, degrees, modules) for modules in on_ranks), key=lambda each: each.total)
+    foreseen = estimate(config, world_size)
     parts = {"embedding": counts.embedding, "blocks": counts.layers, "head": counts.head, "norm": shape.dim}
     in_parts = " + ".join(f"{name} {n:,}" for name, n in parts.items() if n) + ("" if counts.head else ", head tied")
     mesh = " x ".join(f"{axis}({degrees[axis]})" for axis in DEGREES if degrees[axis] > 1 or axis in DATA_AXES)
-    if experts := expert_degrees(degrees):
+    if experts := expert_spread(degrees):
         mesh += f"; experts: efsdp({experts.efsdp}) x ep({experts.ep}) x etp({experts.etp})"
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     lines = [
@@ -127,24 +115,20 @@ def render_dry_run(resolved: Resolved, world_size: int) -> str:
         *(_row(name.replace("_", " "), f"{item.value:,}", item.rule) for name, item in numbers.items()),
         *(_pipeline(config, shape.n_layers, numbers["pipeline_micro_batches"].value) if degrees["pp"] > 1 else []),
         "",
-        _heading("Memory a rank", "float32; activations and gathered blocks come on top"),
+        _heading("Memory a rank", "float32"),
         _row("parameters", _bytes(held.parameters)),
         _row("gradients", _bytes(held.gradients)),
         _row("optimizer states", _bytes(held.optimizer_states), config.optimizer.name),
         _row("total", _bytes(held.total)),
+        "",
+        _heading("Peak active memory a rank", f"{foreseen.fullest.name}; {provenance()}"),
+        *(_row(name, _bytes(size)) for name, size in foreseen.parts().items()),
+        _row("peak active, estimated", _bytes(foreseen.peak), "the allocator reserves more; docs/memory.md"),
     ]
     remarks = [*resolved.notes, *(f"not on this machine: {text}" for text in missing_files(config, resolved.origins))]
     if remarks:
         lines += ["", _heading("Notes", ""), *(f"  {text}" for text in remarks)]
     return "\n".join(lines)
-
-
-def expert_degrees(degrees: dict[str, int]) -> ExpertDegrees | None:
-    """How the mesh spreads experts; None without expert parallelism."""
-    ep, etp = degrees["ep"], degrees["etp"]
-    if ep == 1:
-        return None
-    return ExpertDegrees(ep, etp, degrees["dp_shard"] * degrees["cp"] * degrees["tp"] // (ep * etp))
 
 
 def _pipeline(config: Config, n_layers: int, n: int) -> list[str]:

@@ -1,0 +1,100 @@
+"""What autograd keeps of a Transformer block for its backward pass, in bytes a token: a count of the model's tensors.
+
+The counts follow model/decoder.py, attention.py, feed_forward.py and experts_*.py, operator by operator. They are
+first principles; config/estimate.py scales them by what a GPU showed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from config.shapes import ModelShape
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Bytes of a number, and over how many ranks a block's numbers are divided."""
+
+    compute: int
+    """In the dtype of compute."""
+    residual: int
+    """Between blocks: autocast leaves embedding, norms and their sums float32, FSDP2 makes them the compute dtype."""
+    autocast: bool
+    """Whether each linear layer casts its own copy of an input that is float32."""
+    tensor: int = 1
+    """Tensor-parallel ranks; between blocks they hold shares of the sequence."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What a block runs that changes what it keeps."""
+
+    scores: int = 0
+    """Keys a query meets, where the attention kernel keeps every score; 0 where it keeps none."""
+    opaque_norm: bool = False
+    """A norm that the compiler cannot recompute in the products' backward passes."""
+    opaque_swiglu: bool = False
+    """silu(gate) x up as one kernel: it keeps both operands, and not silu(gate)."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Bytes a token of one block."""
+
+    boundary: float
+    """Its input, which every mode keeps."""
+    eager: float
+    """All that plain autograd keeps, the input included."""
+    compiled: float
+    """What the compiler's partition keeps: it recomputes what is no product or attention kernel."""
+    operators: float
+    """With every second matrix product and the attention kernel kept (selective "op")."""
+    experts: float
+    """Of each of the three before, what experts keep: the same in every mode that does not recompute them."""
+    working: float
+    """Gradients of activations while the block is in its backward pass."""
+
+
+def block(shape: ModelShape, numbers: Numbers, kernels: Kernels, *, with_experts: bool) -> Block:
+    """Of one block of ``shape``, dense or with routed experts (``with_experts``)."""
+    c, t = numbers.compute, numbers.tensor
+    d, heads = shape.dim, shape.n_heads / t
+    q, kv = heads * shape.head_dim, shape.n_kv_heads * shape.head_dim / t
+    boundary = numbers.residual * d / t
+    copies = (
+        3 if numbers.autocast and c != numbers.residual else 1
+    )  # of one normalised input, for queries, keys, values
+    normed = copies * c * d
+    kernel = c * (2 * q + 2 * kv) + 4 * heads  # q, k, v, output and one float32 a head
+    scores = 6 * heads * kernels.scores
+    norms = c * (q + kv) if shape.qk_norm else 0
+    product = c * d  # the output projection's result, which the norm after it reads again
+    eager = boundary + normed + kernel + scores + norms + boundary
+    compiled = boundary + kernel + scores + norms + product / t + (2 * c * d if kernels.opaque_norm else 0)
+    operators = boundary + c * (2 * q + kv) + 4 * heads + scores  # results of wq and wv, and of attention
+    working = 2 * boundary + c * (2 * q + 2 * kv) + 2 * scores
+    widths = [shape.hidden_dim / t]
+    if with_experts:
+        assert shape.moe is not None
+        widths = [shape.moe.shared_dim / t] if shape.moe.shared_dim else []
+    for h in widths:
+        eager += (2 if copies > 1 else 1) * c * d + (3 if kernels.opaque_swiglu else 4) * c * h
+        compiled += (3 if kernels.opaque_swiglu else 2) * c * h
+        operators += c * h + product / t  # results of w1 and w2
+        working += 3 * c * h
+    if not with_experts:
+        return Block(boundary, eager, compiled, operators, 0.0, working)
+    moe = shape.moe
+    assert moe is not None
+    k, hidden = moe.top_k, moe.hidden_dim / t
+    router = 4 * d + 5 * 4 * moe.num_experts  # its float32 input; logits, scores, probabilities, choice
+    experts = c * d + 2 * c * hidden * k + (4 + 3 * 8) * k  # input, pre-activations, weights and three indices
+    rows = k * c * (2 * d + 4 * hidden)  # gathered inputs and gradients, gradients of both products
+    return Block(
+        boundary,
+        eager + router + experts,
+        compiled + router + experts,
+        operators + c * d + experts,
+        experts,
+        working + rows,
+    )
