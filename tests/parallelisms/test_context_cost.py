@@ -63,6 +63,7 @@ class Unseen(ReferenceBlocks):
     """The reference kernel, whose score matrix does not count: a fused kernel has none."""
 
     def __init__(self, live: Live):
+        super().__init__()
         self.live = live
 
     def forward(self, *arguments: Any) -> Any:
