@@ -1,0 +1,209 @@
+"""Memory and speed of one GPU, switch by switch: a short run of train.py for every row, one after the other.
+
+    python -m benchmarks.memory_table fit check switches --budget_s 540
+    python -m benchmarks.memory_table switches --only dense_8b --print
+
+Rows are in benchmarks/memory_rows.py. Each leaves <row>.json in --out, so a command that was interrupted goes on where
+it ended; a row of other words, steps, torch or card is measured anew. A row that runs out of memory is a result. What
+two rows' speeds are compared with is measured in the same session, one machine from its start: a base of an earlier
+session is measured again before the first of its rows is. Without a GPU a row has no memory and no place in the table.
+
+Exit code: 0 every row is there; 1 a row failed, other than for memory; 2 a mistake on the command line; 3 the budget
+did not hold all rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import statistics
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.memory_rows import HASTE, ROWS, Row
+from benchmarks.rows import RESULTS, save_raw
+from benchmarks.side import ROOT, RunFailed, execute, shown
+
+MEMORY = RESULTS / "memory"
+STEPS, LOG_FREQ = 6, 3
+"""The first three steps are warm-up; log steps are 1, 3 and 6."""
+TAGS = {"peak_active_gib": "memory/max_active(GiB)", "peak_reserved_gib": "memory/max_reserved(GiB)"}
+
+
+def command_of(row: Row, run_dir: str) -> list[str]:
+    """What runs ``row``."""
+    return [
+        sys.executable, "train.py", "--job.config_file", row.config, "--job.run_dir", run_dir,
+        "--training.steps", str(STEPS), "--metrics.log_freq", str(LOG_FREQ), *HASTE, *row.words,
+    ]  # fmt: skip
+
+
+def identity_of(row: Row, machine: dict[str, Any]) -> dict[str, Any]:
+    """What must be equal for a measurement to be this row's."""
+    return {
+        "config": row.config,
+        "words": [*HASTE, *row.words],
+        "steps": STEPS,
+        "gpu": machine["gpu_name"],
+        "torch": machine["torch"],
+    }
+
+
+def measure(row: Row, machine: dict[str, Any], session: str, commit: str, limit_s: float) -> dict[str, Any]:
+    """Run ``row`` and return what its file holds. Peaks are the largest of the run; tokens/s is that of the steps after
+    warm-up; ``loss`` is the last step's. A run that failed has ``error`` instead.
+    """
+    begun = time.monotonic()
+    raw: dict[str, Any] = {
+        "schema": 1, "name": row.name, "what": row.what, "base": row.base, "identity": identity_of(row, machine),
+        "session": session, "commit": commit, "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "environment": machine,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="memory-") as folder:
+        run_dir = Path(folder) / "run"
+        command = command_of(row, str(run_dir))
+        raw["command"] = shown(command_of(row, "RUN"))
+        try:
+            execute(command, ROOT, limit_s)
+            lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+            raw |= figures(lines)
+        except RunFailed as error:
+            raw |= {"error": error.reason, "log_tail": error.log_tail}
+    return raw | {"seconds": round(time.monotonic() - begun, 1)}
+
+
+def figures(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of the lines of a metrics.jsonl."""
+    found: dict[str, Any] = {
+        name: max((line[tag] for line in lines if tag in line), default=None) for name, tag in TAGS.items()
+    }
+    tokens, done = lines[-1]["tokens"] / lines[-1]["step"], 0
+    times: list[float] = []
+    for line in lines:
+        first, seconds = done + 1, line["step_times_s"]
+        times += [t for step, t in enumerate(seconds, first) if step not in line["excluded_steps"]]
+        done += len(seconds)
+    return found | {
+        "tokens_per_s": tokens / statistics.median(times) if times else None,
+        "loss": lines[-1]["loss_metrics/global_avg_loss"],
+        "by_log_step": [{name: line.get(tag) for name, tag in TAGS.items()} | {"step": line["step"]} for line in lines],
+    }
+
+
+def read(folder: Path, row: Row, machine: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    """The file of ``row``, if it holds one; with ``machine`` only if it was measured on such a one, and to an end."""
+    try:
+        raw = json.loads((folder / f"{row.name}.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if machine is not None and (raw["identity"] != identity_of(row, machine) or failed(raw)):
+        return None
+    return raw
+
+
+def failed(raw: dict[str, Any]) -> bool:
+    """Whether its run ended badly, for another reason than memory."""
+    return "error" in raw and raw["error"] != "out of memory"
+
+
+def due(rows: list[Row], folder: Path, machine: dict[str, Any], session: str) -> list[Row]:
+    """What remains to be run, in order; before the first row of a base, the base, if it is of another session."""
+    by_name = {row.name: row for row in rows}
+    found: list[Row] = []
+    for row in rows:
+        if read(folder, row, machine) is not None or row in found:
+            continue
+        base = by_name.get(row.base)
+        if base is not None and base not in found:
+            measured = read(folder, base, machine)
+            if measured is None or measured["session"] != session:
+                found.append(base)
+        found.append(row)
+    return found
+
+
+def table(rows: list[Row], folder: Path) -> str:
+    """The measured rows as Markdown: peaks and tokens/s, beside their base's."""
+    measured = {row.name: raw for row in rows if (raw := read(folder, row)) is not None}
+    out = ["| row | active GiB | reserved GiB | tokens/s | loss |", "|---|---|---|---|---|"]
+    for raw in measured.values():
+        base = measured.get(raw["base"], {})
+        if "error" in raw:
+            out.append(f"| {raw['what']} | {raw['error']} | | | |")
+            continue
+        if raw["peak_active_gib"] is None:
+            continue
+        less, ratio = "", ""
+        if base.get("peak_active_gib") is not None:
+            less = f" ({raw['peak_active_gib'] - base['peak_active_gib']:+.1f})"
+            same = base["session"] == raw["session"]
+            ratio = f" ({raw['tokens_per_s'] / base['tokens_per_s']:.3f} x)" if same else " (base of another session)"
+        out.append(
+            f"| {raw['what']} | {raw['peak_active_gib']:.1f}{less} | {raw['peak_reserved_gib']:.1f}"
+            f" | {raw['tokens_per_s']:,.0f}{ratio} | {raw['loss']:.3f} |"
+        )
+    return "\n".join(out)
+
+
+def session_of(machine: dict[str, Any]) -> str:
+    """Names one machine from its start to its end."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    except OSError:
+        boot = ""
+    return hashlib.sha256(f"{machine['hostname_hash']} {boot}".encode()).hexdigest()[:12]
+
+
+def main(argv: list[str] | None = None) -> int:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("sets", nargs="+", choices=ROWS, metavar="SET", help=f"of rows: {', '.join(ROWS)}")
+    made.add_argument("--only", default="", help="rows whose name contains one of these words, comma-separated")
+    made.add_argument("--out", type=Path, default=MEMORY, help="folder of the rows' files")
+    made.add_argument("--again", action="store_true", help="measure rows anew that are measured")
+    made.add_argument("--print", action="store_true", dest="only_print", help="measure nothing")
+    made.add_argument("--budget_s", type=float, default=float("inf"), help="end after so long, keeping what is done")
+    made.add_argument("--limit_s", type=float, default=120.0, help="longest run of a row")
+    made.add_argument("--commit", help="of the checkout, where git is not at hand")
+    chosen = made.parse_args(argv)
+    wanted = [word for word in chosen.only.split(",") if word]
+    rows = [row for name in chosen.sets for row in ROWS[name] if not wanted or any(word in row.name for word in wanted)]
+    if not rows:
+        made.error(f"--only {chosen.only}: no row of {' '.join(chosen.sets)} has such a name")
+    code = 0 if chosen.only_print else run(rows, chosen)
+    print(table(rows, chosen.out))
+    return code
+
+
+def run(rows: list[Row], chosen: argparse.Namespace) -> int:
+    """Measure what is due; the exit code."""
+    from benchmarks.compare import commit, machine  # they read this machine
+
+    deadline, here = time.monotonic() + chosen.budget_s, machine()
+    session, state = session_of(here), chosen.commit or commit()
+    left, code = list(rows) if chosen.again else due(rows, chosen.out, here, session), 0
+    print(f"{len(left)} of {len(rows)} rows are due", flush=True)
+    longest = 0.0
+    for row in left:
+        if (rest := deadline - time.monotonic()) < longest:
+            print(f"{rest:.0f} s are left, the longest run took {longest:.0f} s", flush=True)
+            return 3
+        raw = measure(row, here, session, state, min(chosen.limit_s, rest))
+        save_raw(chosen.out / f"{row.name}.json", raw)
+        longest = max(longest, raw["seconds"])
+        code = 1 if failed(raw) else code
+        active = raw.get("peak_active_gib")
+        print(
+            f"{row.name}: {raw.get('error') or ('no GPU' if active is None else f'{active:.2f} GiB active')},"
+            f" {raw['seconds']:.0f} s",
+            flush=True,
+        )
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
