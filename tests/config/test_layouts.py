@@ -80,7 +80,6 @@ MET = {
     },
     "CP with ZeRO 0 or 1": {CP: 2, STAGE: 0},
     "CP with FSDP1": {CP: 2, **FSDP1},
-    "CP that cuts what experts decide together": {CP: 2, **EXPERTS, "moe.capacity": "score", "moe.balance": "none"},
     "CP that cuts what experts decide together": {CP: 2, **EXPERTS, "moe.capacity": "position"},
 }
 NAMES = ("TP", "ZeRO", "FSDP", "CP ", "Ulysses")
