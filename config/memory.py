@@ -52,10 +52,11 @@ def memory(
     *,
     tensor_degree: int = 1,
     state_degree: int = 1,
+    state_bytes: int = FLOAT32_BYTES,
     expert_degrees: ExpertDegrees | None = None,
     modules: Collection[str] | None = None,
 ) -> Memory:
-    """Float32 weights, gradients and states of a rank.
+    """Float32 weights and gradients of a rank, and states of ``state_bytes`` an element.
 
     Tensor parallelism cuts matrices in ``tensor_degree`` parts; FSDP cuts what is left of each parameter along its
     first dimension into ``shard_degree`` parts, the first of them the largest. DDP (``shard_degree`` 1) holds whole
@@ -68,8 +69,8 @@ def memory(
     if expert_degrees is not None:
         elements += _expert_elements(shape, modules, expert_degrees)
     size = FLOAT32_BYTES * elements
-    states = size if state_degree == 1 else FLOAT32_BYTES * _fullest([prod(s) for s in shapes], state_degree)
-    return Memory(parameters=size, gradients=size, optimizer_states=states * STATES_OF[optimizer])
+    kept = elements if state_degree == 1 else _fullest([prod(s) for s in shapes], state_degree)
+    return Memory(parameters=size, gradients=size, optimizer_states=state_bytes * kept * STATES_OF[optimizer])
 
 
 def zero_table(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from config.arithmetic import flops_per_token, parameter_counts
-from config.estimate import estimate, held_by, provenance
+from config.estimate import estimate, provenance
 from config.flavors import resolve_shape
 from config.keys import shown
 from config.load import Resolved, flatten
 from config.memory import expert_spread
+from config.memory_advice import advice
 from config.paths import missing_files
 from config.pipeline import bubble, rank_modules, stage_modules, stage_ranks
 from config.rules import effective, tokenizer_kind
 from config.schema import Config
+from config.step_memory import held_by
 from config.world import DATA_AXES, DEGREES, derived, mesh_degrees
 
 _WIDEST_VALUE = 44
@@ -115,15 +117,20 @@ def render_dry_run(resolved: Resolved, world_size: int) -> str:
         *(_row(name.replace("_", " "), f"{item.value:,}", item.rule) for name, item in numbers.items()),
         *(_pipeline(config, shape.n_layers, numbers["pipeline_micro_batches"].value) if degrees["pp"] > 1 else []),
         "",
-        _heading("Memory a rank", "float32"),
+        _heading("Memory a rank", "weights and gradients float32"),
         _row("parameters", _bytes(held.parameters)),
         _row("gradients", _bytes(held.gradients)),
-        _row("optimizer states", _bytes(held.optimizer_states), config.optimizer.name),
+        _row(
+            "optimizer states",
+            _bytes(held.optimizer_states),
+            f"{config.optimizer.name}, {config.optimizer.state_dtype}",
+        ),
         _row("total", _bytes(held.total)),
         "",
         _heading("Peak active memory a rank", f"{foreseen.fullest.name}; {provenance()}"),
         *(_row(name, _bytes(size)) for name, size in foreseen.parts().items()),
         _row("peak active, estimated", _bytes(foreseen.peak), "the allocator reserves more; docs/memory.md"),
+        *(_row(f"with {switch.words}", _bytes(switch.peak)) for switch in advice(config, world_size)),
     ]
     remarks = [*resolved.notes, *(f"not on this machine: {text}" for text in missing_files(config, resolved.origins))]
     if remarks:

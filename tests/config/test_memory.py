@@ -28,3 +28,9 @@ def test_every_stage_holds_less_in_the_optimizer_step(ranks):
     assert in_step[0] > in_step[1] > in_step[2] == in_step[3]
     assert table[2][MOMENTS[0]] > table[3][MOMENTS[0]]
     assert table[2][MOMENTS[1]] == table[3][MOMENTS[1]], "FSDP2 shards after backward, whatever it kept before"
+
+
+def test_bfloat16_moments_halve_the_states_and_nothing_else():
+    whole, low = memory(SMALL, "AdamW", state_degree=2), memory(SMALL, "AdamW", state_degree=2, state_bytes=2)
+    assert 2 * low.optimizer_states == whole.optimizer_states
+    assert (low.parameters, low.gradients) == (whole.parameters, whole.gradients)

@@ -56,7 +56,7 @@ def test_dry_run_says_parameters_flops_tokens_and_memory():
     assert "== Step: 8 ranks: dp_replicate(1) x dp_shard(8)" in rows
     assert any(r.startswith("gradient accumulation steps 2 #") for r in rows)
     assert any(r.startswith("tokens per step 262,144 #") for r in rows)
-    assert "parameters 3.739 GiB" in rows and "optimizer states 7.479 GiB # AdamW" in rows
+    assert "parameters 3.739 GiB" in rows and "optimizer states 7.479 GiB # AdamW, float32" in rows
     assert "training.seq_len                = 8192        # command line" in text
 
 
