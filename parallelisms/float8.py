@@ -52,7 +52,9 @@ def apply_float8(
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     def chosen(module: nn.Module, path: str) -> bool:
-        return isinstance(module, nn.Linear) and in_float8(path, *module.weight.shape, filter_fqns, recipe)
+        if not isinstance(module, nn.Linear):
+            return False
+        return in_float8(path, module.out_features, module.in_features, filter_fqns, recipe)
 
     if recipe == "rowwise":
         # Fused casts keep more digits than eager ones, and rounded scales then differ between passes (pytorch #150859).

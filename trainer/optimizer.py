@@ -46,7 +46,7 @@ def build_optimizer(
         mesh = getattr(parameter, "device_mesh", None)
         groups.setdefault((decay, mesh), {"params": [], "weight_decay": decay})["params"].append(parameter)
 
-    implementation = section.implementation
+    implementation: str = section.implementation
     if section.name == "SGD" and implementation == "fused":
         implementation = "foreach"  # DTensor has no sharding rule for fused SGD (torch 2.13)
     shared: dict[str, Any] = {

@@ -163,6 +163,17 @@ def test_a_continued_run_is_bit_identical(size, tmp_path):
         assert after["weights"] == whole["weights"] and after["states"] == whole["states"]
 
 
+def test_a_run_goes_on_with_moments_of_the_other_dtype(tmp_path):
+    wide, low = configuration(), configuration(optimizer__state_dtype="bfloat16")
+    straight = ranks.run(1, run_from_checkpoint, wide, tmp_path / "straight", 8)[0]
+    ranks.run(1, run_from_checkpoint, wide, tmp_path / "parts", 4)
+    after = ranks.run(1, run_from_checkpoint, low, tmp_path / "parts", 6)[0]
+    assert after["from"] == 4
+    for (_, loss, *_), (_, expected, *_) in zip(after["losses"], straight["losses"][4:6], strict=True):
+        assert loss == pytest.approx(expected, abs=5e-3)
+    assert after["states"] != straight["states"]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, LOW], ids=["float32", "bfloat16, stochastic"])
 def test_a_gpu_rounds_as_a_cpu_and_compiles_to_the_same(options):
