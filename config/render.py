@@ -130,7 +130,7 @@ def render_dry_run(resolved: Resolved, world_size: int) -> str:
         _heading("Peak active memory a rank", f"{foreseen.fullest.name}; {provenance()}"),
         *(_row(name, _bytes(size)) for name, size in foreseen.parts().items()),
         _row("peak active, estimated", _bytes(foreseen.peak), "the allocator reserves more; docs/memory.md"),
-        *(_row(f"with {switch.words}", _bytes(switch.peak)) for switch in advice(config, world_size)),
+        *(_row("", _bytes(switch.peak), f"with {switch.words}") for switch in advice(config, world_size)),
     ]
     remarks = [*resolved.notes, *(f"not on this machine: {text}" for text in missing_files(config, resolved.origins))]
     if remarks:

@@ -1,0 +1,264 @@
+"""What is in a rank's memory at each moment of a step, part by part. config/estimate.py says what it is for.
+
+A step has four moments at which memory may be fullest: at the loss and in the last block's backward pass (all
+activations), in the first block's backward pass (all gradients), and in the optimizer's step. Between the middle two,
+activations go and gradients come at one pace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import prod
+
+from config.arithmetic import tensors
+from config.flavors import resolve_shape
+from config.loss import loss_implementation, loss_peak_bytes
+from config.memory import ExpertDegrees, Memory, expert_spread, local_shapes, memory
+from config.refusal import compiled, compiles
+from config.saved_tensors import Block, Kernels, Numbers, block
+from config.schema import Config
+from config.shapes import ModelShape
+
+BLOCKS_ON_DEVICE = 2
+"""Blocks whose activations are on the device under offload (parallelisms/activation_offload.py)."""
+STATE_PIECES = 3 * 2**28
+"""Bytes of offloaded states on the device during an update (trainer/state_offload.py)."""
+RECOMPUTED = ("full", "nested")
+ENDS = ("tok_embeddings", "norm", "output")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Bytes that are there at a moment; ``coefficient`` scales them, "" where they are exact."""
+
+    name: str
+    size: float
+    coefficient: str = ""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A point in a step, and all that is in memory at it."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+    def size(self, coefficients: dict[str, float]) -> float:
+        """Bytes."""
+        return sum(p.size * coefficients.get(p.coefficient, 1.0) for p in self.parts)
+
+
+def held_by(config: Config, degrees: dict[str, int], modules: Collection[str] | None) -> Memory:
+    """Weights, gradients and states of the rank that holds ``modules`` (None: all)."""
+    return memory(
+        resolve_shape(config.model, config.moe),
+        config.optimizer.name,
+        degrees["dp_shard"] * degrees["cp"],
+        tensor_degree=degrees["tp"],
+        state_degree=degrees["dp_replicate"] if config.parallelism.zero_stage == 1 else 1,
+        state_bytes=2 if config.optimizer.state_dtype == "bfloat16" else 4,
+        expert_degrees=expert_spread(degrees),
+        modules=modules,
+    )
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one rank does: ``modules`` (None: all), ``flying`` micro-batches between their forward and backward passes,
+    gradients of earlier ones kept (``accumulates``)."""
+
+    config: Config
+    degrees: dict[str, int]
+    modules: Collection[str] | None
+    flying: int
+    accumulates: bool
+
+    def moments(self) -> tuple[Moment, ...]:
+        held, config = held_by(self.config, self.degrees, self.modules), self.config
+        offload, section = config.training.enable_cpu_offload, config.optimizer
+        weights = Part("weights", 0 if offload else held.parameters)
+        gradients = Part("gradients", 0 if offload else held.gradients)
+        states = Part("optimizer states", 0 if offload or section.state_offload else held.optimizer_states)
+        here = (weights, states)
+        kept = (*here, *((gradients,) if self.accumulates else ()), *self._activations())
+        found = [Moment("in the optimizer step", (*here, gradients, Part("update", self._update(held))))]
+        if layers := self._layers():
+            found.append(Moment("in the first block's backward pass", (*here, gradients, *self._backward(layers[0]))))
+            head = Part("gradients", 0 if self.accumulates or not self._has_head else self._head_gradient())
+            last = self._backward(layers[-1], kept=self._kept(len(layers) - 1, layers[-1]))
+            found.append(Moment("in the last block's backward pass", (*kept, head, *last)))
+        if self._has_head:
+            found.append(Moment("at the loss", (*kept, *self._loss())))
+        return tuple(found)
+
+    @property
+    def _has_head(self) -> bool:
+        return self.modules is None or "output" in self.modules
+
+    def _head_gradient(self) -> int:
+        """Bytes: of the head's matrix alone, in float32."""
+        shards = self.degrees["dp_shard"] * self.degrees["cp"] * self.degrees["tp"]
+        return 4 * self.shape.vocab_size * self.shape.dim // shards
+
+    @property
+    def shape(self) -> ModelShape:
+        return resolve_shape(self.config.model, self.config.moe)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 (or FSDP1) holds the weights; else the forward pass runs under autocast."""
+        return self.degrees["dp_shard"] * self.degrees["cp"] > 1 or self.degrees["tp"] > 1
+
+    @property
+    def numbers(self) -> Numbers:
+        compute = 2 if self.config.training.mixed_precision_param == "bfloat16" else 4
+        return Numbers(compute, compute if self.sharded else 4, not self.sharded and compute == 2, self.degrees["tp"])
+
+    @property
+    def tokens(self) -> int:
+        """Of one micro-batch on this rank."""
+        training, section = self.config.training, self.config.parallelism
+        pieces = self.degrees["pp"] > 1 and section.pipeline_parallel_schedule != "naive"
+        rows = section.pipeline_parallel_microbatch_size if pieces else training.local_batch_size
+        return rows * training.seq_len // self.degrees["cp"]
+
+    def _layers(self) -> list[int]:
+        if self.modules is None:
+            return list(range(self.shape.n_layers))
+        return [int(name.removeprefix("layers.")) for name in self.modules if name.startswith("layers.")]
+
+    def _block(self, layer: int) -> Block:
+        config, liger = self.config, self.config.liger
+        keeps_scores = config.attention.backend == "sdpa_math"
+        kernels = Kernels(config.training.seq_len if keeps_scores else 0, liger.rms_norm, liger.swiglu)
+        moe = self.shape.moe
+        return block(self.shape, self.numbers, kernels, with_experts=moe is not None and moe.has_experts(layer))
+
+    def _kept(self, place: int, layer: int) -> tuple[float, float, float]:
+        """Bytes a token that block ``layer``, the ``place``-th, keeps: exact, scaled as activations, as experts'."""
+        section, each = self.config.activation_checkpoint, self._block(layer)
+        mode, inside = section.mode, each.compiled if compiled(self.config) else each.eager
+        rest = inside - each.boundary - each.experts
+        if mode == "selective" and section.selective_ac_option == "op":
+            return each.boundary, each.operators - each.boundary - each.experts, each.experts
+        if mode == "experts" and each.experts:
+            return 2 * each.boundary, 0.0, each.experts
+        if mode == "memory_budget":
+            return each.boundary, section.memory_budget * rest, section.memory_budget * each.experts
+        every = int(section.selective_ac_option) if mode == "selective" else 1
+        if mode in (*RECOMPUTED, "experts") or (mode == "selective" and place % every == 0):
+            return each.boundary, 0.0, 0.0
+        return each.boundary, rest, each.experts
+
+    def _keeps_weights(self, place: int) -> bool:
+        """Whether what block ``place`` saves includes its matrices in the compute dtype."""
+        section = self.config.activation_checkpoint
+        every = section.selective_ac_option
+        return section.mode == "none" or (section.mode == "selective" and every != "op" and place % int(every) != 0)
+
+    def _activations(self) -> tuple[Part, ...]:
+        """All that forward passes have left, when the last block's is done."""
+        layers = self._layers()
+        kept = [self._kept(place, layer) for place, layer in enumerate(layers)]
+        tokens, mode = self.flying * self.tokens, "compiled" if compiled(self.config) else "eager"
+        if self.config.activation_checkpoint.offload:
+            kept = kept[-BLOCKS_ON_DEVICE:]
+        exact, scaled, experts = (tokens * sum(column) for column in zip(*kept, strict=True)) if kept else (0, 0, 0)
+        return (
+            Part("activations", exact),
+            Part("activations", scaled, mode),
+            Part("activations", experts, "experts"),
+            self._casts([place for place in range(len(layers)) if self._keeps_weights(place)]),
+            Part("gathered blocks", self._gathered()),
+        )
+
+    def _casts(self, places: list[int]) -> Part:
+        """Weights in the compute dtype, which a forward pass under autocast leaves behind: without a compiler all of
+        them, checkpointed or not, as autocast's cache lives as long as the pass."""
+        if not self.numbers.autocast:
+            return Part("weights in bfloat16", 0)
+        layers = self._layers()
+        counts = [self._matrices(layer) for layer in layers]
+        if compiled(self.config):
+            return Part("weights in bfloat16", 2 * sum(counts[place] for place in places), "casts")
+        return Part("weights in bfloat16", 2 * sum(counts))
+
+    def _matrices(self, layer: int) -> int:
+        """Elements of one block's matrices on this rank."""
+        degrees = expert_spread(self.degrees)
+        spread = degrees or ExpertDegrees(1, self.degrees["tp"], 1)
+        found = 0
+        for t in tensors(self.shape, [layer]):
+            if t.kind == "linear":
+                found += t.numel // (
+                    spread.ep * spread.etp if t.expert else self.degrees["tp"] if t.cut is not None else 1
+                )
+        return found
+
+    def _gathered(self) -> int:
+        """What FSDP2 has gathered in a forward pass: a block in use, those prefetched, embedding, norm and head."""
+        if not self.sharded or self.degrees["dp_shard"] * self.degrees["cp"] == 1:
+            return 0
+        layers = self._layers()
+        ends = sum(
+            prod(s)
+            for s in local_shapes(self.shape, self.degrees["tp"], [m for m in self.modules or ENDS if m in ENDS])
+        )
+        largest = max((self._matrices(layer) for layer in layers), default=0)
+        blocks = 1 + (self.config.parallelism.fsdp_prefetch_blocks or 1)
+        if self.config.parallelism.zero_stage == 2 or self.config.parallelism.fsdp_reshard_after_forward == "never":
+            blocks = len(layers)
+        return self.numbers.compute * (min(blocks, len(layers)) * largest + ends)
+
+    def _backward(self, layer: int, kept: tuple[float, float, float] = (0.0, 0.0, 0.0)) -> tuple[Part, ...]:
+        """What is there in the backward pass of block ``layer``: all that it saves without checkpointing, less what of
+        it is ``kept`` (:meth:`_kept`) and counted elsewhere, and its gradients on their way.
+        """
+        each, tokens, mode = self._block(layer), self.tokens, "compiled" if compiled(self.config) else "eager"
+        inside = (each.compiled if mode == "compiled" else each.eager) - each.boundary - each.experts
+        arriving = self._matrices(layer) * self.numbers.compute  # gradients, before they are float32
+        reduced = 4 * self._matrices(layer) if self._gathered() else 0
+        return (
+            Part("activations", tokens * max(0.0, each.boundary - kept[0])),
+            Part("activations", tokens * max(0.0, inside - kept[1]), mode),
+            Part("activations", tokens * max(0.0, each.experts - kept[2]), "experts"),
+            Part("gradients of activations", tokens * each.working + arriving, "working"),
+            Part("gathered blocks", self._gathered() + reduced),
+        )
+
+    def _loss(self) -> tuple[Part, ...]:
+        """Final norm, hidden states, head and loss."""
+        n, c, section, implementation = (
+            self.numbers,
+            self.numbers.compute,
+            self.config.loss,
+            loss_implementation(self.config),
+        )
+        gathers = self.config.parallelism.disable_loss_parallel
+        size = loss_peak_bytes(
+            implementation,
+            tokens=self.tokens,
+            vocab=self.shape.vocab_size // (1 if gathers else n.tensor),
+            dim=self.shape.dim,
+            compute_bytes=c,
+            weight_bytes=c if self.sharded else 4,
+            chunk=section.columns_per_chunk if implementation == "vocab_chunked" else section.rows_per_chunk,
+            compiled=compiles(self.config, "loss") and self.config.compile.backend == "inductor",
+        )
+        return (Part("activations", self.tokens * self.shape.dim * (2 * n.residual + c)), Part("loss", size, "loss"))
+
+    def _update(self, held: Memory) -> int:
+        """What the optimizer's step takes for itself."""
+        section = self.config.optimizer
+        if self.config.training.enable_cpu_offload:
+            return 0
+        if section.state_offload:
+            return STATE_PIECES
+        if (
+            section.name in ("Adam", "AdamW")
+            and section.implementation == "foreach"
+            and section.state_dtype == "float32"
+        ):
+            return held.parameters  # the root of all second moments
+        return 0
