@@ -25,6 +25,7 @@ from config.errors import ConfigError
 from config.flavors import resolve_shape
 from config.layouts import check_layout_on
 from config.load import Resolved, load
+from config.memory_advice import advice_sentence
 from config.pipeline import stage_count, stage_ranks
 from config.precision import precomputes_scales
 from config.refusal import compiles
@@ -403,7 +404,7 @@ def main(argv: list[str] | None = None) -> int:
         reason = str(error)
     except torch.OutOfMemoryError as error:
         reason = out_of_memory(error, step=profiler.step, rank=rank, device=device)
-        reason += profiler.last_snapshot()
+        reason += advice_sentence(config, world_size) + profiler.last_snapshot()
         if run is None:
             print(reason, file=sys.stderr, flush=True)
             time.sleep(SECONDS_TO_SPEAK)

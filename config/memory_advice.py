@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from config.errors import ConfigError
-from config.estimate import estimate
+from config.estimate import estimate, provenance
 from config.keys import shown
 from config.load import flatten, from_flat
 from config.rules import check
@@ -90,3 +90,12 @@ def _with(flat: dict[str, Any], changes: dict[str, Any], world_size: int, now: i
     except ConfigError:
         return None
     return Switch(new, peak, now - peak) if new and now - peak > now // 1000 else None
+
+
+def advice_sentence(config: Config, world_size: int) -> str:
+    """The advice after a report that memory ran out, "; ..."; empty if no switch helps."""
+    switches = advice(config, world_size)
+    if not switches:
+        return ""
+    listed = ", ".join(f"{switch.words} ({switch.saved / 2**30:.2f} GiB)" for switch in switches)
+    return f"; by the estimate ({provenance()}) these would save most of the peak, each by itself: {listed}"

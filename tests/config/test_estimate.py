@@ -1,0 +1,137 @@
+"""The estimate of peak memory: against counts by hand, and the direction in which each switch moves it."""
+
+import pytest
+
+from config.estimate import NAMES, coefficient_table, estimate, provenance
+from config.load import load
+from config.memory_advice import advice, advice_sentence
+from config.saved_tensors import Kernels, Numbers, block
+from config.shapes import ModelShape
+
+COUNTED = dict.fromkeys(NAMES, 1.0)
+SHAPE = ModelShape(vocab_size=1000, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=160, max_seq_len=512)
+
+
+def config_of(*words, file="benchmarks/configs/dense_1b.toml"):
+    return load(["--job.config_file", file, "--training.global_batch_size", "4", *words]).config
+
+
+def peak(*words, world=1, **more):
+    return estimate(config_of(*words, **more), world, COUNTED).peak
+
+
+def test_a_dense_block_in_bfloat16_by_hand():
+    found = block(SHAPE, Numbers(2, 2, False), Kernels(), with_experts=False)
+    attention = 2 * (64 + 2 * 32 + 64) + 4 * 4  # queries, keys and values, output; one float32 a head
+    assert found.eager == 2 * 64 + 2 * 64 + attention + 2 * 64 + 2 * 64 + 4 * 2 * 160
+    assert found.compiled == 2 * 64 + attention + 2 * 64 + 2 * 2 * 160
+
+
+def test_autocast_keeps_a_copy_for_every_product_and_a_wide_residual():
+    shared = block(SHAPE, Numbers(2, 2, False), Kernels(), with_experts=False)
+    copied = block(SHAPE, Numbers(2, 4, True), Kernels(), with_experts=False)
+    assert copied.eager - shared.eager == 2 * 2 * 64 + 3 * 2 * 64  # two inputs of norms, three more copies
+    assert copied.boundary == 2 * shared.boundary
+
+
+def test_liger_s_swiglu_keeps_one_less_eager_and_one_more_compiled():
+    plain, fused = (
+        block(SHAPE, Numbers(2, 2, False), k, with_experts=False) for k in (Kernels(), Kernels(opaque_swiglu=True))
+    )
+    assert plain.eager - fused.eager == fused.compiled - plain.compiled == 2 * 160
+
+
+def test_tensor_parallelism_divides_what_is_between_matrices():
+    whole, half = (block(SHAPE, Numbers(2, 2, False, t), Kernels(), with_experts=False) for t in (1, 2))
+    assert half.boundary == whole.boundary / 2
+    assert whole.compiled / 2 <= half.compiled < whole.compiled
+
+
+@pytest.mark.parametrize("words", [
+    ("--activation_checkpoint.mode", "full"),
+    ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "2"),
+    ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op"),
+    ("--activation_checkpoint.mode", "memory_budget", "--activation_checkpoint.memory_budget", "0.3"),
+    ("--activation_checkpoint.offload", "true"),
+    ("--loss.implementation", "row_chunked"),
+    ("--loss.implementation", "vocab_chunked"),
+    ("--optimizer.state_dtype", "bfloat16"),
+    ("--optimizer.state_offload", "true"),
+    ("--training.local_batch_size", "2"),
+    ("--model.n_layers", "8"),
+], ids=lambda words: words[-1])  # fmt: skip
+def test_each_of_these_lowers_the_peak(words):
+    assert peak(*words) < peak()
+
+
+def test_more_recomputation_never_takes_more():
+    option = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option")
+    peaks = [peak("--activation_checkpoint.mode", "full"), *(peak(*option, str(n)) for n in (1, 2, 4)), peak()]
+    assert peaks[0] == peaks[1] and peaks == sorted(peaks)
+
+
+def test_budget_1_is_no_checkpointing_but_for_the_weights_it_keeps():
+    parts = estimate(
+        config_of("--activation_checkpoint.mode", "memory_budget", "--activation_checkpoint.memory_budget", "1.0"),
+        1,
+        COUNTED,
+    ).parts()
+    assert parts["activations"] == estimate(config_of(), 1, COUNTED).parts()["activations"]
+
+
+def test_without_a_compiler_more_is_kept():
+    assert peak("--compile.enable", "false") > peak()
+
+
+def test_experts_keep_their_inputs_and_pre_activations_alone():
+    file = "benchmarks/configs/moe_7b.toml"
+    words = ("--training.local_batch_size", "1")
+    assert (
+        peak("--activation_checkpoint.mode", "full", *words, file=file)
+        < peak("--activation_checkpoint.mode", "experts", *words, file=file)
+        < peak(*words, file=file)
+    )
+
+
+@pytest.mark.parametrize("words, world", [
+    ((), 4),
+    (("--parallelism.tensor_parallel_degree", "2"), 2),
+    (("--parallelism.context_parallel_degree", "2"), 2),
+    (("--parallelism.pipeline_parallel_degree", "2"), 2),
+], ids=["FSDP", "TP", "CP", "PP"])  # fmt: skip
+def test_more_ranks_hold_less(words, world):
+    assert peak("--training.global_batch_size", "16", *words, world=world) < peak("--training.global_batch_size", "16")
+
+
+def test_gradients_of_an_earlier_micro_batch_are_there_at_the_loss():
+    one, two = (estimate(config_of("--training.local_batch_size", n), 1, COUNTED) for n in ("4", "2"))
+    assert "gradients" not in one.parts() and "gradients" in two.parts()
+
+
+def test_the_coefficients_have_a_provenance():
+    table = coefficient_table()
+    assert set(table["coefficients"]) == set(NAMES)
+    assert len(table["fitted_on"]) <= 8
+    assert provenance().startswith("fitted on" if table["fitted_on"] else "unfitted")
+
+
+def test_advice_is_the_best_of_each_kind_and_saves_what_it_says():
+    config = config_of()
+    found = advice(config, 1)
+    assert len(found) == 3
+    assert [s.saved for s in found] == sorted((s.saved for s in found), reverse=True)
+    for switch in found:
+        words = [word for key, value in switch.changes.items() for word in (f"--{key}", str(value).lower())]
+        assert estimate(config_of(*words), 1).peak == switch.peak == estimate(config, 1).peak - switch.saved
+
+
+def test_what_is_on_already_or_refused_is_not_advised():
+    words = ("--activation_checkpoint.mode", "full", "--optimizer.name", "SGD", "--training.local_batch_size", "1")
+    keys = {key for switch in advice(config_of(*words), 1, most=10) for key in switch.changes}
+    assert keys and not keys & {"activation_checkpoint.mode", "optimizer.state_dtype", "training.local_batch_size"}
+
+
+def test_the_sentence_names_three_switches_with_gib():
+    sentence = advice_sentence(config_of(), 1)
+    assert sentence.startswith("; by the estimate (") and sentence.count(" GiB)") == 3
+    assert 'activation_checkpoint.mode = "full"' in sentence
