@@ -92,7 +92,7 @@ def test_unknown_section_or_key_is_named_with_the_nearest(tmp_path, text, messag
             'attention.backend = "sdap": expected one of "auto", "sdpa", "sdpa_math", "sdpa_flash",'
             ' "sdpa_cudnn", "flex", "flash2", "flash4" - did you mean "sdpa"?',
         ),
-        ('[compile]\ncomponents = ["modle"]', 'expected one of "model", "loss" - did you mean "model"?'),
+        ('[compile]\ncomponents = ["modle"]', 'expected one of "model", "loss", "optimizer" - did you mean "model"?'),
     ],
 )
 def test_wrong_type_range_or_choice_says_what_was_expected(tmp_path, text, message):
