@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainer.rounding import random_bits, rounding_key, stochastic_bfloat16
 
@@ -139,11 +138,11 @@ class AdamW(torch.optim.AdamW):
         if parameter not in self._keys:
             order = [p for group in self.param_groups for p in group["params"]]
             number = next(i for i, p in enumerate(order) if p is parameter)
-            offset: Any = ()
+            piece: list[int] = []
             if isinstance(parameter, DTensor):
-                mesh, placements = parameter.device_mesh, parameter.placements
-                offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)[1]
-            self._keys[parameter] = rounding_key(self.options["seed"], number, tuple(offset))
+                place = zip(parameter.device_mesh.get_coordinate() or (), parameter.placements, strict=True)
+                piece = [coordinate for coordinate, placement in place if not placement.is_replicate()]
+            self._keys[parameter] = rounding_key(self.options["seed"], number, *piece)
         return self._keys[parameter]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -184,7 +184,7 @@ def test_a_gpu_rounds_as_a_cpu_and_compiles_to_the_same(options):
             lambda groups, b=backend: AdamW(groups, backend=b, **options, **OPTIONS), device="cuda"
         )
         for a, b in zip(found, expected, strict=True):
-            torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-4 if options else 1e-6)
+            torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=3e-4 if options else 1e-6)
     assert optimizer.state[found[0]]["step"].device.type == "cpu"
     theirs, _ = trained(lambda groups: torch.optim.AdamW(groups, fused=True, **OPTIONS), device="cuda")
     if not options:
