@@ -42,6 +42,7 @@ from model.attention_choice import attention_of
 from model.decoder import Decoder
 from model.expert_step import ExpertStep
 from model.initial_weights import draw, initial_value
+from model.liger import use_liger
 from model.loss_choice import loss_of
 from parallelisms import process_group
 from parallelisms.data_parallel import set_gradient_sync
@@ -94,6 +95,7 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> Decoder:
             noise_seed=seeds(config)["noise_seed"],
             loss=loss_of(config),
         )
+        use_liger(model, rms_norm=config.liger.rms_norm, rope=config.liger.rope, swiglu=config.liger.swiglu)
 
     def initial(name: str, size: torch.Size, device: torch.device) -> torch.Tensor:
         return draw(name, size, initial_value(name, shape), seeds(config)["init_seed"], device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 from config.errors import ConfigError
 from config.refusal import Said, compiled, tensor_parallel, zero_bubble
@@ -86,19 +85,12 @@ def loss_notes(config: Config, shape: ModelShape) -> Iterator[str]:
 
 
 def check_liger_on(config: Config, device: str) -> None:
-    """ConfigError: a kernel of Liger's without a GPU, or without the package. ``device``: "cpu" or "cuda"."""
+    """ConfigError: a kernel of Liger's without a GPU. ``device``: "cpu" or "cuda"."""
     asked = liger_switches(config)
-    if not asked:
-        return
-    if device != "cuda":
+    if asked and device != "cuda":
         raise ConfigError(
             f"{', '.join(asked)}: Liger's kernels are Triton's, and this machine has no GPU. Leave them out here; what"
             ' saves memory on any device is loss.implementation = "row_chunked" or "vocab_chunked".'
-        )
-    if find_spec("liger_kernel") is None:
-        raise ConfigError(
-            f"{', '.join(asked)}: needs liger-kernel, which is not installed. pip install liger-kernel==0.8.5, or"
-            " leave them out."
         )
 
 

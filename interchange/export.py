@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from config.errors import ConfigError
 from config.flavors import resolve_shape
 from config.load import load_file
+from config.loss import NO_SOFT_CAP
 from config.schema import Config
 from interchange.families import family_of
 from interchange.hf_config import hf_config
@@ -102,6 +103,8 @@ def export_checkpoint(
     """
     shape = resolve_shape(config.model, config.moe)
     family = family_of(shape, config.moe)
+    if config.loss.soft_cap:
+        raise ConfigError(f"loss.soft_cap = {config.loss.soft_cap} of the run: {NO_SOFT_CAP}.")
     weights = CheckpointWeights(step_folder)
     if out.exists():
         raise ConfigError(f"{out}: is there already. Choose a new folder.")

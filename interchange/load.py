@@ -14,6 +14,7 @@ from interchange.export import open_run
 from interchange.weights import CheckpointWeights, HuggingFaceWeights
 from model.attention import attention_backend
 from model.decoder import Decoder
+from model.loss import HeadLoss
 
 DEFAULT_POSITIONS = 4096
 """Rows of the rotary table if the caller names none and the model allows more."""
@@ -63,7 +64,8 @@ def load_run_model(
     weights = CheckpointWeights(folder)
     # Forced routing draws from it in eval mode too.
     seed = config.debug.seed if config.debug.noise_seed is None else config.debug.noise_seed
-    return _filled(weights, shape, config.moe, torch.device(device), dtype, max_positions, backend, seed)
+    head = HeadLoss(soft_cap=config.loss.soft_cap)  # of what is trained with capped logits these are the logits
+    return _filled(weights, shape, config.moe, torch.device(device), dtype, max_positions, backend, seed, head)
 
 
 @torch.no_grad()
@@ -76,6 +78,7 @@ def _filled(
     max_positions: int | None,
     backend: str,
     noise_seed: int = 0,
+    loss: HeadLoss | None = None,
 ) -> Decoder:
     """A model with ``weights``, a parameter at a time, so that no second copy of it is ever in memory."""
     positions = min(shape.max_seq_len, DEFAULT_POSITIONS) if max_positions is None else max_positions
@@ -83,7 +86,7 @@ def _filled(
         raise ConfigError(f"{weights.folder}: allows {shape.max_seq_len} positions, and {positions} are asked for")
     with torch.device("meta"):
         kernel = attention_backend(backend)
-        model = Decoder(shape, kernel, max_positions=positions, moe=moe, noise_seed=noise_seed)
+        model = Decoder(shape, kernel, max_positions=positions, moe=moe, noise_seed=noise_seed, loss=loss)
     for name, parameter in model.named_parameters():
         if not name.endswith("router.gate.weight"):  # the router's product is in moe.router_dtype, as in training
             parameter.data = parameter.data.to(dtype)

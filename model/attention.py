@@ -14,7 +14,7 @@ from model.attention_blocks import BlockKernel
 from model.attention_flash import FlashAttention2, FlashAttention4
 from model.attention_flex import Flex
 from model.attention_sdpa import SDPA, SDPACuDNN, SDPAFlash, SDPAMath
-from model.rope import apply_rope
+from model.rope import rotate
 
 
 class AttentionBackend(Protocol):
@@ -91,6 +91,7 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(q_width, eps=shape.norm_eps) if shape.qk_norm else None
         self.k_norm = nn.RMSNorm(k_width, eps=shape.norm_eps) if shape.qk_norm else None
         self.norm_whole = whole
+        self.rotate = rotate
 
     def forward(self, x: torch.Tensor, rope: torch.Tensor, mask: Any) -> torch.Tensor:
         """(B, S, dim) -> (B, S, dim). ``rope``: rows of the rotary table for these positions."""
@@ -104,5 +105,6 @@ class Attention(nn.Module):
                 k = self.k_norm(k.flatten(-2)).unflatten(-1, (-1, self.head_dim))
             else:
                 q, k = self.q_norm(q), self.k_norm(k)
-        out = self.backend(apply_rope(q, rope), apply_rope(k, rope), v, mask)
+        q, k = self.rotate(q, k, rope)
+        out = self.backend(q, k, v, mask)
         return self.wo(out.flatten(-2))

@@ -29,7 +29,6 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, labels: torch.Tensor, soft_cap: float, z_loss_coeff: float, wanted: bool
     ) -> torch.Tensor:
-        import triton
         from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel
 
         logits, labels = logits.detach().contiguous(), labels.contiguous()
@@ -60,7 +59,7 @@ class _CrossEntropy(torch.autograd.Function):
             RETURN_Z_LOSS=True,
             RETURN_TOKEN_ACCURACY=False,
             RETURN_PREDICTED_TOKENS=False,
-            BLOCK_SIZE=min(MAX_FUSED_SIZE, triton.next_power_of_2(columns)),
+            BLOCK_SIZE=min(MAX_FUSED_SIZE, 1 << (columns - 1).bit_length()),
             HAS_WEIGHT=False,
             HAS_SOFTCAPPING=bool(soft_cap),
             HAS_GRADIENTS=wanted,

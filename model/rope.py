@@ -40,3 +40,8 @@ def apply_rope(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     cos, sin = table.unsqueeze(-3).unbind(-2)  # (..., S, 1, D/2)
     a, b = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+def rotate(q: torch.Tensor, k: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`apply_rope` of queries (B, S, H, D) and keys (B, S, H_kv, D)."""
+    return apply_rope(q, table), apply_rope(k, table)

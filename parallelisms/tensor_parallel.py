@@ -87,6 +87,9 @@ def apply_tensor_parallel(
                 "moe.shared_experts.w2": RowwiseParallel(),
             },
         )
+    for module in model.modules():
+        if isinstance(module, nn.RMSNorm) and hasattr(module, "compute"):  # a kernel that knows no DTensor
+            module.compute = functools.partial(_norm_of_shards, module.compute)
     if asynchronous:
         _overlap(mesh)
     logger.info(
@@ -186,6 +189,13 @@ class _SequenceGathered(ParallelStyle):
         module.register_forward_pre_hook(gather)
         module.register_forward_hook(cut)
         return module
+
+
+def _norm_of_shards(compute: Any, x: DTensor, weight: DTensor, eps: float) -> DTensor:
+    """``compute`` of the rows on this rank; what they add to the weight's gradient is of these rows alone."""
+    cut = any(placement.is_shard() for placement in x.placements)
+    mine = weight.to_local(grad_placements=[Partial() if cut else Replicate()])
+    return DTensor.from_local(compute(x.to_local(), mine, eps), x.device_mesh, x.placements, run_check=False)
 
 
 class _NarrowExperts(ParallelStyle):

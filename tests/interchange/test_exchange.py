@@ -164,3 +164,15 @@ def test_a_file_that_is_cut_off_is_named(folders, tmp_path):
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"holds neither model.safetensors nor model.safetensors.index.json"):
         load_hf_model(tmp_path)
+
+
+def test_capped_logits_come_back_capped_and_are_not_exported(folders, tmp_path):
+    _, imported = folders("llama")
+    run_dir = save_run(configuration(imported / "model.toml", loss__soft_cap=0.5), tmp_path / "run")
+    model = load_run_model(run_dir, device="cpu", dtype=torch.float32)
+    largest = model(TOKENS).abs().max()
+    assert 0.05 < largest < 0.5
+    model.output.loss.soft_cap = 0.0
+    assert model(TOKENS).abs().max() > largest
+    with pytest.raises(ConfigError, match="loss.soft_cap = 0.5 of the run: no family"):
+        export.export_run(run_dir, tmp_path / "out")
