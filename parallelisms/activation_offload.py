@@ -28,13 +28,14 @@ MINIMUM_BYTES = 2**20
 """Smaller tensors stay: a copy costs more than it frees."""
 
 
-def apply_activation_offload(model: nn.Module, *, minimum_bytes: int = MINIMUM_BYTES) -> None:
+def apply_activation_offload(model: nn.Module, *, minimum_bytes: int | None = None) -> None:
     """Wrap the blocks under ``model.layers`` in place. Of one that is checkpointed only its inputs are left to move.
 
     Args:
-        minimum_bytes: of a tensor's storage that moves.
+        minimum_bytes: of a tensor's storage that moves. None: MINIMUM_BYTES.
     """
-    layers, activations = model.get_submodule("layers"), Activations(minimum_bytes)
+    layers = model.get_submodule("layers")
+    activations = Activations(MINIMUM_BYTES if minimum_bytes is None else minimum_bytes)
     for i, (name, block) in enumerate(list(layers.named_children())):
         layers.register_module(name, _OffloadedBlock(block, activations, first=i == 0))
     logger.info("Applied activation offload: what blocks save waits in CPU memory")

@@ -13,9 +13,7 @@ from torch import nn
 logger = logging.getLogger(__name__)
 
 
-def apply_compile(
-    model: nn.Module, *, backend: str, inside_wrapper: bool = False, memory_budget: float = 1.0
-) -> None:
+def apply_compile(model: nn.Module, *, backend: str, inside_wrapper: bool = False, memory_budget: float = 1.0) -> None:
     """Compile every block under ``model.layers`` in place, as one graph without breaks; one with experts may break, as
     FSDP2 gathers its router inside of it.
 
@@ -32,7 +30,8 @@ def apply_compile(
         if inside_wrapper:
             block = getattr(block, "_checkpoint_wrapped_module", block)
         block.compile(backend=backend, fullgraph=not hasattr(block, "moe"))
-    logger.info("Compiling each Transformer block with torch.compile (%s)", backend)
+    budget = "" if memory_budget == 1.0 else f", memory budget {memory_budget:g}"
+    logger.info("Compiling each Transformer block with torch.compile (%s)%s", backend, budget)
 
 
 Function = Callable[..., Any]

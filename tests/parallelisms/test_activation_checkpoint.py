@@ -16,6 +16,7 @@ from model.attention import attention_backend
 from model.decoder import Decoder
 from model.initial_weights import draw, initial_value
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
+from parallelisms.compile import apply_compile
 from parallelisms.data_parallel import apply_fsdp
 from parallelisms.names import named_parameters, plain_name
 from tests import ranks
@@ -95,6 +96,35 @@ def test_checkpointing_by_operator_keeps_what_attention_runs_on_a_gpu(kernel):
     """Else the costliest operator of a long sequence would run twice."""
     kept = titan.SelectiveAC(titan.SelectiveAC.Config()).get_save_ops()
     assert getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention").default in kept
+
+
+def saved_bytes(budget: float) -> tuple[int, dict[str, torch.Tensor]]:
+    """What compiled blocks save under a budget, weights included, and gradients."""
+    torch.compiler.reset()
+    model = Decoder(SHAPE, attention_backend("sdpa"), 16)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(draw(name, p.shape, initial_value(name, SHAPE), 0, p.device))
+    apply_compile(model, backend="aot_eager", memory_budget=budget)
+    tokens, saved = torch.arange(32).view(2, 16) * 3 % 97, {}
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: saved.update({x.data_ptr(): x.nbytes}) or x, lambda x: x)
+    with hooks:
+        loss = model(tokens).logsumexp(-1).sum()
+    loss.backward()
+    return sum(saved.values()), {name: p.grad for name, p in named_parameters(model) if p.grad is not None}
+
+
+def test_a_compiled_block_keeps_what_its_budget_allows():
+    everything, expected = saved_bytes(1.0)
+    some, _ = saved_bytes(0.5)
+    inputs, gradients = saved_bytes(0.0)
+    saved_bytes(1.0)  # the budget is the process's: leave none behind
+    assert inputs < some < everything
+    hidden = 32 * SHAPE.dim * 4
+    weights = 4 * sum(p.numel() for p in Decoder(SHAPE, attention_backend("sdpa"), 16).parameters())
+    assert inputs < weights + (LAYERS + 6) * hidden < everything
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name])
 
 
 def experts_run(mode: str) -> tuple[Counter[str], list[torch.Size], dict[str, torch.Tensor]]:

@@ -37,14 +37,16 @@ def test_experts_train_alike(row):
     parity.check(sparse(**model), sparse(**model, **changes), world_size=world_size)
 
 
-def everything_moves() -> None:
-    parallelisms.activation_offload.MINIMUM_BYTES = 0
-    parallelisms.activation_offload.apply_activation_offload.__kwdefaults__["minimum_bytes"] = 0
+def set_minimum(size: int) -> int:
+    before = parallelisms.activation_offload.MINIMUM_BYTES
+    parallelisms.activation_offload.MINIMUM_BYTES = size
+    return before
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_what_moves_trains_alike_under_fsdp(mode):
     """A CPU copies what a GPU would send; tensors of this size would stay, so the bound is taken away."""
-    ranks.run(2, everything_moves)
+    before = ranks.run(2, set_minimum, 0)
     offload = {f"{AC}mode": mode, f"{AC}offload": True}
     parity.check(tiny(), tiny(**FSDP2 | offload), world_size=2)
+    ranks.run(2, set_minimum, before[0])
