@@ -35,8 +35,8 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, draw: Draw, dev
     checkpointing -> compile (per block) -> FSDP2 / HSDP -> weights -> DDP, FSDP1.
 
     Float8 puts other modules in the place of linear layers: before anything wraps one. What a rank does not hold need
-    not be wrapped, so the split comes next. Tensor, expert and context parallelism
-    address modules by the model's own paths, which wrapping changes; their messages are inside the blocks.
+    not be wrapped, so the split comes next. Tensor, expert and context parallelism address modules by the model's own
+    paths, which wrapping changes; their messages are inside the blocks.
     Checkpointing comes next so that the compiler sees it; FSDP wraps what is compiled, so its collectives stay outside;
     weights need their final placement; DDP and FSDP1 read parameters when they are built and come last. A pipeline
     sums gradients over whole copies itself (parallelisms/pipeline.py).
