@@ -275,6 +275,7 @@ def train(
     load_map = LoadMap(run, metrics.writer) if experts is not None and run is not None else None
     collector, compilations = titan.GarbageCollection(config.training.gc_freq), Compilations(speaks=run is not None)
     timer = StepTimer(device, first_step=done + 1)
+    fill_rates: list[float] = []  # of the steps since the last log line
     timer.start()
     for step in range(done + 1, steps + 1):
         if reason := profiler.begin(step):
@@ -284,6 +285,7 @@ def train(
         rate = set_learning_rate(
             step_once.optimizer, step - 1, config.optimizer.lr, config.lr_scheduler, config.training.steps
         )
+        fill_rates.append(batch.fill_rate)
         result = step_once(batch)
         if compilations.happened():
             timer.exclude("compilation")
@@ -320,7 +322,9 @@ def train(
                     | step_once.passes.report()
                     | compilations.tags()
                     | profile,
+                    fill_rates=fill_rates,
                 )
+                fill_rates.clear()
         if checkpointer is not None and checkpointer.due(step):
             with timer.paused(), span(CHECKPOINT):
                 watch.latest()  # a step that is not finite is not saved

@@ -142,6 +142,12 @@ def _data_rules(config: Config, shape: ModelShape, said: Said) -> Iterator[str]:
     if data.corpus == "mixture":
         for number, source in enumerate(data.sources, start=1):
             yield from _source_rules(source, f"data.sources, table {number}")
+    streams = data.corpus == "hf" or any(source.get("corpus") == "hf" for source in data.sources)
+    if data.packing != "split_fill" and streams:
+        yield (
+            f'{said("data.packing")} with a corpus "hf": a stream is read in order, and has no epoch whose documents'
+            ' could be put together. Use "split_fill", or a corpus "text" of the same files.'
+        )
     kind = tokenizer_kind(config)
     if kind == "file" and not config.model.hf_assets_path:
         yield f"{said('data.tokenizer')} needs model.hf_assets_path, the folder with tokenizer.json."

@@ -140,8 +140,8 @@ class Data:
     """auto: file if model.hf_assets_path is set, else bpe. bpe is trained on the corpus once and cached."""
     tokenizer_vocab_size: int = key(4096, minimum=257, parent="data.tokenizer", parent_values=("auto", "bpe"))
     """Vocabulary of the trained BPE, special tokens included."""
-    packing: Literal["split_fill"] = "split_fill"
-    """split_fill: documents end to end, cut every seq_len tokens; no token is lost and none is padding."""
+    packing: Literal["split_fill", "next_fit", "first_fit_decreasing", "padded"] = "split_fill"
+    """split_fill: documents end to end, cut every seq_len tokens. The others keep documents whole, and pad."""
     document_mask: bool = False
     """Keep attention within a document, with positions that restart at its start."""
     mask_boundary_labels: bool = False

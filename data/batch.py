@@ -45,5 +45,12 @@ class StepBatch:
     """Labels other than -100 in the whole global batch, the same number on every rank."""
     global_tokens: int
     """global_batch_size x seq_len."""
+    global_padding: int
+    """Of these, positions that hold no token of a document."""
     sample_ids: list[int]
     """Of this rank's sequences, in order."""
+
+    @property
+    def fill_rate(self) -> float:
+        """Share of the step's positions that hold a token of a document."""
+        return 1 - self.global_padding / self.global_tokens

@@ -131,7 +131,7 @@ class TrainLoader:
         rows: list[list[tuple[int, PackedSequence]]] = [
             [] for _ in range(cut.global_batch_size // (cut.local_batch_size * cut.dp_degree))
         ]
-        masked = 0
+        valid = padding = 0
         for sample in range(cut.global_batch_size):
             accumulation, rank = cut.owner(sample)
             source_index, index = self._schedule.locate(first + sample)
@@ -139,9 +139,11 @@ class TrainLoader:
             if rank == cut.dp_rank:
                 sequence = source.read(index)
                 rows[accumulation].append((first + sample, sequence))
-                masked += int((sequence.documents[1:] != sequence.documents[:-1]).sum())
+                labels, first_of_document = sequence.labels()
             else:
-                masked += source.boundaries(index)
+                labels, first_of_document = source.labels(index)
+            valid += labels - first_of_document * self._mask_boundary
+            padding += max(0, cut.seq_len - labels - 1)
         micro_batches = [
             collate(
                 [sequence for _, sequence in group],
@@ -159,8 +161,9 @@ class TrainLoader:
         batch = StepBatch(
             step=step,
             micro_batches=micro_batches,
-            global_valid_tokens=tokens - masked if self._mask_boundary else tokens,
+            global_valid_tokens=valid,
             global_tokens=tokens,
+            global_padding=padding,
             sample_ids=[sample for group in rows for sample, _ in group],
         )
         return _Produced(batch, [source.state() for source in self._sources])

@@ -31,7 +31,12 @@ class PackedSequence:
     names: list[str]
     """Name of each document in it."""
     counted: int
-    """Labels that exist: S, less in the last window of a validation set."""
+    """Labels that exist: S, less where the last tokens are padding."""
+
+    def labels(self) -> tuple[int, int]:
+        """Labels that exist, and how many of them are the first token of a document."""
+        ids = self.documents[: self.counted + 1]
+        return self.counted, int((ids[1:] != ids[:-1]).sum())
 
 
 class SequenceSource(Protocol):
@@ -41,8 +46,9 @@ class SequenceSource(Protocol):
         """Sequence ``index``. A stream can only be read in order."""
         ...
 
-    def boundaries(self, index: int) -> int:
-        """Labels of sequence ``index`` that are the first token of a document. For a stream this is reading it."""
+    def labels(self, index: int) -> tuple[int, int]:
+        """Labels of sequence ``index``, padding left out, and how many of them are the first token of a document. For a
+        stream this is reading it."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -158,9 +164,9 @@ class ShuffledEpochs:
             position += end - start
         return join(pieces, self._seq_len + 1)
 
-    def boundaries(self, index: int) -> int:
+    def labels(self, index: int) -> tuple[int, int]:
         first = self.window(index) * self._seq_len + 1
-        return self._starts_before(first + self._seq_len) - self._starts_before(first)
+        return self._seq_len, self._starts_before(first + self._seq_len) - self._starts_before(first)
 
     def _starts_before(self, position: int) -> int:
         epoch, start = divmod(position, self.tokens_per_epoch)

@@ -10,6 +10,7 @@ import numpy as np
 
 from config.errors import ConfigError
 from config.schema import Config
+from data.bins import PackedEpochs
 from data.documents import Document, digest, is_held_out, text_hash
 from data.loader import Slicing, TrainLoader
 from data.mixture import Schedule
@@ -42,8 +43,9 @@ class DataPipeline:
             data.mask_boundary_labels,
         )
         self._schedule = Schedule([s.weight for s in sources], seed)
+        self._packed = [self._sequences(source, seed, f"source {i}") for i, source in enumerate(sources)]
         self.train = TrainLoader(
-            [self._sequences(source, seed, f"source {i}") for i, source in enumerate(sources)],
+            self._packed,
             self._schedule,
             slicing,
             token_bytes=tokenizer.token_bytes,
@@ -63,7 +65,18 @@ class DataPipeline:
         seq_len = self._slicing.seq_len
         if source.documents is not None:
             store, training = source.documents.store, source.documents.training
-            return ShuffledEpochs(store, training, seq_len=seq_len, data_seed=seed, label=label)
+            packing = self._config.data.packing
+            if packing == "split_fill":
+                return ShuffledEpochs(store, training, seq_len=seq_len, data_seed=seed, label=label)
+            return PackedEpochs(
+                store,
+                training,
+                packing=packing,
+                seq_len=seq_len,
+                data_seed=seed,
+                label=label,
+                fill=self.tokenizer.eos_id,
+            )
         assert isinstance(source.corpus, StreamCorpus)
         return StreamSequences(
             source.corpus,
@@ -142,10 +155,12 @@ class DataPipeline:
         trained = self._config.training.steps * tokens_per_step
         total_weight = sum(source.weight for source in self._sources)
         warnings = []
-        for numbers in described:
+        for numbers, packed in zip(described, self._packed, strict=True):
             numbers["epochs"] = None
             if numbers["tokens"] is not None:
                 numbers["epochs"] = trained * numbers["weight"] / total_weight / numbers["tokens"]
+                if isinstance(packed, PackedEpochs):
+                    numbers["epochs"] *= numbers["tokens"] / (packed.sequences_per_epoch() * self._slicing.seq_len)
                 if numbers["epochs"] > 1:
                     warnings.append(
                         f"The run reads the {numbers['tokens']:,} tokens of the {numbers['corpus']} corpus "

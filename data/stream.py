@@ -171,9 +171,8 @@ class StreamSequences:
             self._cursor -= len(self._tapes.popleft()[0])
         return join(pieces, length)
 
-    def boundaries(self, index: int) -> int:
-        documents = self.read(index).documents
-        return int((documents[1:] != documents[:-1]).sum())
+    def labels(self, index: int) -> tuple[int, int]:
+        return self.read(index).labels()
 
     def _append_window(self) -> None:
         before = {"window": self._window, **self._feed.state()}

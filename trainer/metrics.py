@@ -4,7 +4,9 @@ Tags are torchtitan's, plus ``lr``, validation and the true utilisation. Differe
 
 * throughput(tps), tflops, mfu(%) and time_metrics/end_to_end(s) come from step times alone, without excluded steps
   (trainer/step_timer.py). A window in which every step is excluded has none of them.
-* throughput counts each token of the global batch once, divided by the number of devices.
+* throughput counts each token of the global batch once, divided by the number of devices, and padding not at all: it,
+  tflops and mfu(%) are those of tokens of documents. data/fill_rate is their share of the positions of the log step.
+  ``tokens`` counts positions.
 * tflops and mfu(%) use torchtitan's formula, to compare; tflops_causal and mfu_causal(%) count what a causal model with
   its head really multiplies.
 
@@ -19,6 +21,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -109,6 +112,7 @@ class Metrics:
         times: StepTimes,
         validation: dict[str, float] | None = None,
         extra: dict[str, float] | None = None,
+        fill_rates: Sequence[float] | None = None,
     ) -> None:
         """Write a log step.
 
@@ -121,12 +125,16 @@ class Metrics:
             times: of the steps since the last log step.
             validation: tags of an evaluation after this step.
             extra: further tags.
+            fill_rates: of the steps of ``times``, in order: share of positions that are no padding. None: all are 1.
 
         Raises:
             RuntimeError: the throughput is above what the device can do, so it was measured wrongly.
         """
         values = {LOSS: loss, "loss_metrics/global_max_loss": max_loss, "grad_norm": grad_norm, "lr": lr}
-        values |= self._speed(times)
+        rates = [1.0] * len(times.seconds) if fill_rates is None else list(fill_rates)
+        values |= self._speed(times, rates)
+        if rates:
+            values["data/fill_rate"] = rates[-1]
         values |= self._memory.collect()
         values |= {**(validation or {}), **(extra or {})}
         self._write(
@@ -156,7 +164,7 @@ class Metrics:
         if self._tensorboard is not None:
             self._tensorboard.close()
 
-    def _speed(self, times: StepTimes) -> dict[str, float]:
+    def _speed(self, times: StepTimes, fill_rates: list[float]) -> dict[str, float]:
         values: dict[str, float] = {}
         if times.seconds:
             values["time_metrics/data_loading(s)"] = times.data_wait_s / len(times.seconds)
@@ -165,7 +173,9 @@ class Metrics:
         if not counted:
             return values
         step_s = sum(counted) / len(counted)
-        tps = self._tokens_per_step / self._world_size / step_s
+        steps = enumerate(fill_rates, times.first_step)
+        filled = sum(rate for step, rate in steps if step not in times.excluded) / len(counted)
+        tps = filled * self._tokens_per_step / self._world_size / step_s
         values |= {"time_metrics/end_to_end(s)": step_s, "throughput(tps)": tps}
         for suffix, flops in (("", self._flops.torchtitan), ("_causal", self._flops.causal_with_head)):
             achieved = flops * tps

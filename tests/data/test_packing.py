@@ -103,7 +103,7 @@ def test_boundaries_count_the_first_tokens_among_the_labels():
     sequences = source(seq_len=5)
     for i in range(30):
         documents = sequences.read(i).documents
-        assert sequences.boundaries(i) == int((documents[1:] != documents[:-1]).sum()), i
+        assert sequences.labels(i) == (5, int((documents[1:] != documents[:-1]).sum())), i
 
 
 def test_permutation_is_stable_across_versions_and_complete():

@@ -211,3 +211,11 @@ def test_console_line_and_duration() -> None:
     assert console_line({"loss": "1.0", "eta": "0:01"}, colour=True) == "\033[32mloss 1.0\033[0m  eta 0:01"
     expected = {0: "0:00", 42.4: "0:42", 59.6: "1:00", 3599.6: "1:00:00", 7325: "2:02:05", 90061: "1d 1:01:01"}
     assert {seconds: duration(seconds) for seconds in expected} == expected
+
+
+def test_padding_is_not_throughput(run):
+    metrics = make(run)
+    log(metrics, 5, times=StepTimes(4, [9.0, 1.0], {4: "warm-up"}), fill_rates=[0.1, 0.75])
+    line = lines(run)[-1]
+    assert line["throughput(tps)"] == 0.75 * 1000 / 2
+    assert line["data/fill_rate"] == 0.75
