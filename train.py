@@ -286,7 +286,8 @@ def train(
             step_once.optimizer, step - 1, config.optimizer.lr, config.lr_scheduler, config.training.steps
         )
         fill_rates.append(batch.fill_rate)
-        result = step_once(batch)
+        with metrics.watching_memory(step):
+            result = step_once(batch)
         if compilations.happened():
             timer.exclude("compilation")
         timer.stop()

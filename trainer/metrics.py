@@ -15,6 +15,7 @@ A line of metrics.jsonl is JSON as Python's ``json`` writes and reads it: a loss
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -100,6 +101,11 @@ class Metrics:
     def should_log(self, step: int) -> bool:
         """Whether step ``step`` (the first is 1) is a log step: the first, every log_freq-th, the last."""
         return step in (1, self._config.training.steps) or step % self._config.metrics.log_freq == 0
+
+    def watching_memory(self, step: int) -> contextlib.AbstractContextManager[None]:
+        """Around a step: if it is logged, or the run profiled, the peak memory of its parts is kept for that line."""
+        watched = self.should_log(step) or self._config.profiling.enable_profiling
+        return self._memory.by_part() if watched else contextlib.nullcontext()
 
     def log(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch.profiler import record_function
 PREFIX = "train/"
 FORWARD, BACKWARD, OPTIMIZER, DATA = "forward", "backward", "optimizer", "data"
 VALIDATION, CHECKPOINT, WINDOW = "validation", "checkpoint", "window"
+_watchers: list[Callable[[str], None]] = []
 _NOTE = "in the part of training called "
 
 
@@ -37,8 +40,21 @@ class span:  # noqa: N801 - a context manager, used like a function
     ) -> None:
         if self._range is not None:
             self._range.__exit__(kind, error, trace)
+        if error is None:
+            for watcher in _watchers:
+                watcher(self.name)
         if error is not None and not part_of(error):
             error.add_note(_NOTE + self.name)
+
+
+@contextlib.contextmanager
+def watch_spans(watcher: Callable[[str], None]) -> Iterator[None]:
+    """Within it, ``watcher`` is called at the end of every part that ended well, with its name."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
 
 
 def part_of(error: BaseException) -> str:
