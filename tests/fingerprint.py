@@ -46,7 +46,7 @@ SMALL = {
     "model.n_layers": 2, "model.dim": 64, "model.hidden_dim": 128, "model.n_heads": 4, "model.n_kv_heads": 2,
     "model.head_dim": 16, "model.vocab_size": 512, "moe.num_experts": 8, "moe.top_k": 2, "moe.hidden_dim": 32,
     "data.roots": [], "data.tokenizer": "bytes", "training.seq_len": 64, "training.local_batch_size": 2,
-    "training.global_batch_size": 8, "validation.enable": False, "compile.enable": False,
+    "training.global_batch_size": 8, "validation.enable": False, "compile.enable": False, "attention.backend": "auto",
 }  # fmt: skip
 KINDS = {
     "allreduce_": "all_reduce",
