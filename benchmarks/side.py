@@ -181,7 +181,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 def reason_of(exit_code: int, log: str) -> str:
     """A line on why a process ended with ``exit_code``: the last error it printed."""
-    if re.search(r"OutOfMemoryError|CUDA out of memory", log):
+    if re.search(r"OutOfMemoryError|CUDA out of memory|Stopped after step \d+: out of memory", log):
         return "out of memory"
     errors = re.findall(
         r"^(?:\[rank\d+\]:)?\s*((?:\w+\.)*\w+(?:Error|Exception)\b.*)$", without_colours(log), re.MULTILINE

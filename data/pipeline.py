@@ -33,13 +33,12 @@ class DataPipeline:
         self._config, self._sources, self._slicing = config, sources, slicing
         self.tokenizer = tokenizer
         # What is trained on: the text, what is held out of it, its tokens, and which of them are targets. Not
-        # document_mask, which changes what attention sees of the same tokens, and not the order (data_seed).
+        # document_mask and packing, which change what attention sees of the same tokens, and not the order (data_seed).
         self.corpus_hash = digest(
             FORMAT,
             [(s.fingerprint, s.weight) for s in sources],
             data.holdout_percent,
             tokenizer.fingerprint,
-            data.packing,
             data.mask_boundary_labels,
         )
         self._schedule = Schedule([s.weight for s in sources], seed)
@@ -55,6 +54,7 @@ class DataPipeline:
             pin_memory=pin_memory,
             identity={
                 "corpus_hash": self.corpus_hash,
+                "data.packing": data.packing,
                 "debug.data_seed": seed,
                 "training.global_batch_size": slicing.global_batch_size,
                 "training.seq_len": slicing.seq_len,
