@@ -166,6 +166,7 @@ def main() -> int:
         report["tables"].append(measure(vocab, options))
         show(report["tables"][-1], options.tokens, options.dim)
         torch.cuda.empty_cache()
+        torch.compiler.reset()  # a training run has one vocabulary
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")  # what is done is not lost
     print(f"Written to {options.out}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from config.errors import ConfigError
-from config.refusal import Said, compiled, tensor_parallel, zero_bubble
+from config.refusal import Said, compiled, compiles, pipelined, tensor_parallel, zero_bubble
 from config.schema import Config
 from config.shapes import ModelShape
 
@@ -74,14 +74,31 @@ NO_SOFT_CAP = "no family of models that is exported has capped logits, so the ex
 
 def loss_notes(config: Config, shape: ModelShape) -> Iterator[str]:
     """What is allowed and has no effect, a sentence each."""
-    found = loss_implementation(config)
-    if config.compile.enable and "loss" in config.compile.components and found in BY_SWITCH.values():
+    found, in_float32 = loss_implementation(config), _float32_logits(config, shape)
+    if found == "torch" and not compiles(config, "loss") and in_float32 >= WORTH_A_NOTE:
+        yield (
+            f"logits are in memory three times in float32, {in_float32 / 2**30:.1f} GiB a micro-batch: the loss is torch's"
+            ' and not compiled. loss.implementation = "row_chunked" never holds them (docs/memory.md)'
+        )
+    if compiles(config, "loss") and found in BY_SWITCH.values():
         yield f'"loss" in compile.components has no effect: the loss is {found}, a kernel of its own'
     moe = shape.moe
     if config.liger.swiglu and moe and not moe.shared_dim and all(moe.has_experts(i) for i in range(shape.n_layers)):
         yield "liger.swiglu = true has no effect: every layer is experts alone, whose SwiGLU is theirs (moe.experts)"
     if any((config.liger.rms_norm, config.liger.rope, config.liger.swiglu)) and compiled(config):
         yield "Liger's kernels stay as they are in a compiled block: the compiler fuses nothing into them"
+
+
+WORTH_A_NOTE = 4 * 2**30
+"""Bytes."""
+
+
+def _float32_logits(config: Config, shape: ModelShape) -> int:
+    """Bytes that torch's eager cross entropy holds of a micro-batch's logits in float32."""
+    section, training = config.parallelism, config.training
+    rows = section.pipeline_parallel_microbatch_size if pipelined(config) else training.local_batch_size
+    tokens = rows * training.seq_len // section.context_parallel_degree
+    return 3 * 4 * tokens * shape.vocab_size // section.tensor_parallel_degree
 
 
 def check_liger_on(config: Config, device: str) -> None:

@@ -78,6 +78,14 @@ def test_no_effect_is_noted():
     assert any(note.startswith("liger.swiglu = true has no effect") for note in notes)
 
 
+def test_float32_logits_are_announced():
+    large = ["--model.flavor", "8B", "--training.seq_len", "8192", "--training.local_batch_size", "1"]
+    (note,) = [note for note in load(large).notes if "in float32" in note]
+    assert "11.7 GiB a micro-batch" in note  # 12 bytes x 8192 x 128256
+    for options in ([*large, "--compile.enable"], [*large, *by("row_chunked")], []):
+        assert not [note for note in load(options).notes if "in float32" in note]
+
+
 def test_peaks_at_the_sizes_that_were_measured():
     """peak GiB beyond hidden states and matrix, 16,384 tokens of 2,048 features in bfloat16, measured on an H200."""
     measured = {("torch", False): (6.1, 23.7), ("torch", True): (1.4, 4.7), ("liger_fused_linear", False): (0.5, 0.9)}
