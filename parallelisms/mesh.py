@@ -3,7 +3,7 @@
 The degrees come from ``config.world.mesh_degrees``, which checks them against the number of ranks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -44,6 +44,8 @@ class Mesh:
     """All of ``EXPERT_AXES``. None without expert parallelism."""
     exchange_group: dist.ProcessGroup | None = None
     """The ranks along ep, for tokens on their way."""
+    groups: list[dist.ProcessGroup] = field(default_factory=list)
+    """Every group of this rank that is made here: of an axis, of several axes as one, and those apart."""
 
     @property
     def world_size(self) -> int:
@@ -106,16 +108,20 @@ class Mesh:
         self.device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"))
         self.dp_mesh = self.device_mesh["dp_replicate", "dp_shard"]._flatten("dp")
         self.loss_mesh = self.device_mesh["pp", "dp_replicate", "dp_shard"]._flatten("loss")
+        meshes = [self.device_mesh, self.dp_mesh, self.loss_mesh]
         if self.tp > 1:  # DTensor then reduces a gradient norm over both axes at once
-            self.device_mesh["dp_shard", "tp"]._flatten("shards")
+            meshes.append(self.device_mesh["dp_shard", "tp"]._flatten("shards"))
         if self.cp > 1:
             group = self._group_of_their_own(self.cp, apart=self.tp)
             self.cp_mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=("cp",))
+            meshes.append(self.cp_mesh)
         if self.ep > 1:
             folded = (self.pp, self.dp_replicate, self.efsdp, self.ep, self.etp)
             self.expert_mesh = init_device_mesh(device_type, folded, mesh_dim_names=EXPERT_AXES)
-            self.expert_mesh[EXPERT_AXES[2:]]._flatten("expert_shards")
+            meshes += [self.expert_mesh, self.expert_mesh[EXPERT_AXES[2:]]._flatten("expert_shards")]
             self.exchange_group = self._group_of_their_own(self.ep, apart=self.etp)
+            self.groups.append(self.exchange_group)
+        self.groups += [group for mesh in meshes for group in mesh.get_all_groups()]
 
     def _group_of_their_own(self, size: int, *, apart: int) -> dist.ProcessGroup:
         """This rank's group of ``size`` ranks that are ``apart``. Axes of a DeviceMesh that span the same ranks share a

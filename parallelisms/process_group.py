@@ -43,11 +43,8 @@ def set_timeout(mesh: Mesh, seconds: int) -> None:
     """Bound every later collective: a rank that hangs is reported by the others after ``seconds``."""
     if mesh.device_mesh is None:
         return
-    timeout = timedelta(seconds=seconds)
-    context = [] if mesh.cp_mesh is None else [mesh.cp_mesh.get_group()]
-    experts = [] if mesh.expert_mesh is None else [*mesh.expert_mesh.get_all_groups(), mesh.exchange_group]
-    for group in (None, *mesh.device_mesh.get_all_groups(), *context, *experts):
-        _set_pg_timeout(timeout, group)
+    for group in (None, *mesh.groups):
+        _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def from_first_rank(value: T) -> T:
