@@ -63,13 +63,25 @@ class Report:
     failures: list[str] = field(default_factory=list)
 
 
-def check(reference: Config, candidate: Config, *, world_size: int, steps: int = 2, reference_world: int = 1) -> Report:
-    """Raise AssertionError, explained, unless ``candidate`` on ``world_size`` ranks trains as ``reference`` does."""
-    report = compare(_reference(reference, reference_world, steps), trace(candidate, world_size, steps))
+def check(
+    reference: Config,
+    candidate: Config,
+    *,
+    world_size: int,
+    steps: int = 2,
+    reference_world: int = 1,
+    max_norm: float = 0.0,
+) -> Report:
+    """Raise AssertionError, explained, unless ``candidate`` on ``world_size`` ranks trains as ``reference`` does.
+
+    With ``max_norm`` the updates are of clipped gradients; those compared are as they were before.
+    """
+    found = trace(candidate, world_size, steps, max_norm=max_norm)
+    report = compare(_reference(reference, reference_world, steps, max_norm), found)
     if report.failures:
         exact = compare(
-            trace(reference, reference_world, steps, float64=True),
-            trace(candidate, world_size, steps, float64=True),
+            trace(reference, reference_world, steps, float64=True, max_norm=max_norm),
+            trace(candidate, world_size, steps, float64=True, max_norm=max_norm),
             1e-10,
         )
         verdict = (
@@ -85,20 +97,20 @@ def check(reference: Config, candidate: Config, *, world_size: int, steps: int =
 _references: dict[str, Trace] = {}
 
 
-def _reference(config: Config, world_size: int, steps: int) -> Trace:
+def _reference(config: Config, world_size: int, steps: int, max_norm: float) -> Trace:
     """The :func:`trace` that many rows are held against, made once a session. Nobody changes it."""
-    key = f"{world_size} ranks, {steps} steps: {config!r}"
+    key = f"{world_size} ranks, {steps} steps, norm {max_norm}: {config!r}"
     if key not in _references:
-        _references[key] = trace(config, world_size, steps)
+        _references[key] = trace(config, world_size, steps, max_norm=max_norm)
     return _references[key]
 
 
-def trace(config: Config, world_size: int, steps: int, *, float64: bool = False) -> Trace:
+def trace(config: Config, world_size: int, steps: int, *, float64: bool = False, max_norm: float = 0.0) -> Trace:
     """Train ``config`` on ``world_size`` gloo ranks and return what happened."""
     config = copy.deepcopy(config)
     config.optimizer.name = "SGD"
     config.optimizer.weight_decay = 0.0
-    config.training.max_norm = 0.0
+    config.training.max_norm = max_norm
     for key in ("mixed_precision_param", "mixed_precision_reduce"):
         setattr(config.training, key, "float64" if float64 else "float32")
     return ranks.run(world_size, _train, config, steps)[0]
