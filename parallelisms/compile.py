@@ -20,8 +20,8 @@ def apply_compile(model: nn.Module, *, backend: str, inside_wrapper: bool = Fals
     Args:
         backend: of torch.compile.
         inside_wrapper: leave a block's wrapper outside of the graph. With checkpointing there, a block is run twice
-            instead of its graph recomputing: of a tensor-parallel block torch 2.13 cannot compile it as well. Activation
-            offload moves what a graph saves, not what its operators do.
+            instead of its graph recomputing: of a tensor-parallel block torch 2.13 cannot compile it as well.
+            Activation offload moves what a graph saves, not what its operators do.
         memory_budget: share of the activations, of what a graph would save for speed alone, that it may save; 0:
             its inputs. What is recomputed for it costs the fewest FLOPs (torch's min-cut partitioner).
     """
