@@ -67,10 +67,12 @@ def block(shape: ModelShape, numbers: Numbers, kernels: Kernels, *, with_experts
     normed = copies * c * d
     kernel = c * (2 * q + 2 * kv) + 4 * heads  # q, k, v, output and one float32 a head
     scores = 6 * heads * kernels.scores
+    scales = 4 * 2 + (4 * (heads + shape.n_kv_heads / t) if shape.qk_norm else 0)  # one float32 a norm
     norms = c * (q + kv) if shape.qk_norm else 0
+    wide_norms = 8 * (q + kv) if shape.qk_norm and numbers.autocast else norms  # bfloat16 by float32 runs in parts
     product = c * d  # the output projection's result, which the norm after it reads again
-    eager = boundary + normed + kernel + scores + norms + boundary
-    compiled = boundary + kernel + scores + norms + product / t + (2 * c * d if kernels.opaque_norm else 0)
+    eager = boundary + normed + kernel + scores + wide_norms + scales + boundary
+    compiled = boundary + kernel + scores + norms + scales + product / t + (2 * c * d if kernels.opaque_norm else 0)
     operators = boundary + c * (2 * q + kv) + 4 * heads + scores  # results of wq and wv, and of attention
     working = 2 * boundary + c * (2 * q + 2 * kv) + 2 * scores
     widths = [shape.hidden_dim / t]
@@ -87,7 +89,7 @@ def block(shape: ModelShape, numbers: Numbers, kernels: Kernels, *, with_experts
     moe = shape.moe
     assert moe is not None
     k, hidden = moe.top_k, moe.hidden_dim / t
-    router = 4 * d + 5 * 4 * moe.num_experts  # its float32 input; logits, scores, probabilities, choice
+    router = 3 * 4 * moe.num_experts + (4 * d if c != 4 else 0)  # scores and their shares; its float32 input
     experts = c * d + 2 * c * hidden * k + (4 + 3 * 8) * k  # input, pre-activations, weights and three indices
     rows = k * c * (2 * d + 4 * hidden)  # gathered inputs and gradients, gradients of both products
     return Block(

@@ -1,0 +1,74 @@
+"""What the estimate counts of a block is what autograd saves of it."""
+
+import pytest
+import torch
+
+from config.saved_tensors import Kernels, Numbers, block
+from config.schema import Moe
+from config.shapes import ModelShape, MoEShape
+from model.attention import attention_backend
+from model.decoder import Decoder
+
+SHAPE = dict(vocab_size=64, dim=64, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=160, max_seq_len=128)
+TOKENS = 2 * 128
+
+
+def saved_bytes(model: Decoder, autocast: bool) -> int:
+    """Storages, each once, that a pass leaves for the backward pass; weights and their casts, and small ones, apart."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()} | {model.rope.untyped_storage().data_ptr()}
+    sizes = {p.numel() for p in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        cast = x.dtype == torch.bfloat16 and storage.nbytes() // 2 in sizes and x.ndim == 2 and x.shape[0] != TOKENS
+        if storage.data_ptr() not in weights and not cast:
+            kept[storage.data_ptr()] = x
+        return x
+
+    tokens = torch.randint(64, (2, 128))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            loss = model(tokens).float().sum()
+    total = sum(x.untyped_storage().nbytes() for x in kept.values())
+    loss.backward()
+    return total
+
+
+def of_one_block(autocast: bool, moe: MoEShape | None = None, **changes) -> float:
+    """Bytes a token: what a third block adds to two."""
+    found = []
+    for n_layers in (2, 3):
+        torch.manual_seed(0)
+        shape = ModelShape(**SHAPE | changes | {"n_layers": n_layers, "moe": moe})
+        model = Decoder(shape, attention_backend("sdpa"), 128, moe=Moe(balance="none"))
+        found.append(saved_bytes(model, autocast))
+    return (found[1] - found[0]) / TOKENS
+
+
+def normalised(shape: ModelShape) -> int:
+    """Bytes a token that norms of a CPU keep on top: they run in parts, and what the weight multiplies is saved."""
+    heads = shape.n_heads + shape.n_kv_heads if shape.qk_norm else 0
+    return 4 * (2 * shape.dim + heads * shape.head_dim)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"n_kv_heads": 4, "hidden_dim": 256}, {"qk_norm": True}], ids=["gqa", "mha", "qk_norm"]
+)
+def test_a_dense_block_in_float32(changes):
+    shape = ModelShape(**SHAPE | changes)
+    counted = block(shape, Numbers(4, 4, False), Kernels(), with_experts=False).eager
+    assert of_one_block(False, **changes) == pytest.approx(counted + normalised(shape), rel=0.001)
+
+
+def test_a_dense_block_under_autocast():
+    shape = ModelShape(**SHAPE)
+    counted = block(shape, Numbers(2, 4, True), Kernels(), with_experts=False).eager
+    assert of_one_block(True) == pytest.approx(counted + normalised(shape), rel=0.001)
+
+
+def test_a_block_with_experts():
+    moe = MoEShape(num_experts=8, top_k=2, hidden_dim=96)
+    shape = ModelShape(**SHAPE, moe=moe)
+    counted = block(shape, Numbers(4, 4, False), Kernels(), with_experts=True).eager
+    assert of_one_block(False, moe) == pytest.approx(counted + normalised(shape), rel=0.02)
