@@ -68,10 +68,10 @@ def test_speeds_are_compared_within_a_session_only(tmp_path):
 
 def test_figures_leave_warm_up_out_of_the_speed_and_nothing_out_of_the_peak():
     def line(step, times, active):
-        return {
-            "step": step, "tokens": 100 * step, "step_times_s": times, "excluded_steps": [s for s in (1, 2, 3) if s <= step],
-            "memory/max_active(GiB)": active, "memory/max_reserved(GiB)": active, "loss_metrics/global_avg_loss": 1.0 / step,
-        }  # fmt: skip
+        tags = {"memory/max_active(GiB)": active, "memory/max_reserved(GiB)": active}
+        warm_up = [s for s in (1, 2, 3) if s <= step]
+        times_of = {"step_times_s": times, "excluded_steps": warm_up}
+        return {"step": step, "tokens": 100 * step, "loss_metrics/global_avg_loss": 1.0 / step} | tags | times_of
 
     found = figures([line(1, [9.0], 5.0), line(3, [8.0, 7.0], 4.0), line(STEPS, [2.0, 1.0, 2.0], 4.0)])
     assert (found["peak_active_gib"], found["tokens_per_s"], found["loss"]) == (5.0, 50.0, 1.0 / STEPS)
