@@ -77,8 +77,8 @@ def loss_notes(config: Config, shape: ModelShape) -> Iterator[str]:
     found, in_float32 = loss_implementation(config), _float32_logits(config, shape)
     if found == "torch" and not compiles(config, "loss") and in_float32 >= WORTH_A_NOTE:
         yield (
-            f"logits are in memory three times in float32, {in_float32 / 2**30:.1f} GiB a micro-batch: the loss is torch's"
-            ' and not compiled. loss.implementation = "row_chunked" never holds them (docs/memory.md)'
+            f"logits are in memory three times in float32, {in_float32 / 2**30:.1f} GiB a micro-batch: the loss is"
+            ' torch\'s and not compiled. loss.implementation = "row_chunked" never holds them (docs/memory.md)'
         )
     if compiles(config, "loss") and found in BY_SWITCH.values():
         yield f'"loss" in compile.components has no effect: the loss is {found}, a kernel of its own'
@@ -148,7 +148,9 @@ def loss_peak_bytes(
     if implementation == "torch" and not compiled:
         # log-softmax, its gradient and the logits', all wide; or the gradient by logits with those it becomes.
         return max(3 * wide * logits, c * logits + gradients) + cast
-    if implementation in ("torch", "liger_cross_entropy"):
+    if implementation == "torch":
+        return max(2 * c * logits, c * logits + gradients) + cast  # inductor writes the gradient beside the logits
+    if implementation == "liger_cross_entropy":
         return c * logits + gradients + cast  # logits are overwritten by their gradient
     temporary = (2 * c if compiled or c == wide else 2 * c + wide) * chunk
     if implementation == "row_chunked":

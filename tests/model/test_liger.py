@@ -121,7 +121,8 @@ def test_losses_on_a_gpu(name, dtype, options, compiled):
     for i, (mine, theirs, true) in enumerate(zip(*found, strict=True)):
         assert mine.dtype == (torch.float32 if i == 0 else dtype)
         error, of_torch = (float((x.double() - true).norm() / true.norm()) for x in (mine, theirs))
-        assert error <= max(2 * of_torch, 5e-6), (i, error, of_torch)
+        # The loss is one number, in which the roundings of 850 rows cancel by chance: torch's may happen to be small.
+        assert error <= max(2 * of_torch, 5e-5 if i == 0 else 5e-6), (i, error, of_torch)
 
 
 @pytest.mark.gpu
