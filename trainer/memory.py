@@ -50,7 +50,7 @@ class PeakMemory:
     def collect(self) -> dict[str, float]:
         """Tag -> value, and begin a new window. GiB, percent of the device's memory, counts since the process began.
 
-        On a GPU: active and reserved memory of PyTorch's allocator and the difference of their peaks (fragmentation), of
+        On a GPU: active and reserved memory of PyTorch's allocator and the difference of their peaks, fragmentation, of
         the window and of each part (:meth:`by_part`); its retries and out-of-memory errors. Elsewhere
         ``memory/max_rss(GiB)``: the most memory of this process that was resident, code and libraries included.
         """
