@@ -119,7 +119,8 @@ def check(n: int, kv_heads: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) ->
             assert max(found) < BOUNDS[case[-1]], f"rank {rank}, {case}: {found}"
 
 
-@pytest.mark.parametrize("n, kv_heads", [(2, 2), (4, 1)])
+# Two key heads on four ranks: each rank's copy must be the head that its queries belong to.
+@pytest.mark.parametrize("n, kv_heads", [(2, 2), (4, 1), (4, 2)])
 def test_ranks_attend_as_one_process_does(n, kv_heads):
     check(n, (kv_heads,), (torch.float32, torch.bfloat16))
 

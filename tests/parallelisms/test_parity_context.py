@@ -25,6 +25,7 @@ ROWS = {
     "ring 2": (2, CP2, {}),
     "fsdp2 x allgather 2, masks, contiguous": (4, CP2 | METHOD["allgather"] | CONTIGUOUS, MASKED),
     "ulysses 2 x tp2, by operator": (4, CP2 | METHOD["ulysses"] | TP2 | BY_OPERATOR, KV4),
+    "pp2, ring": (4, CP2 | PP2, MASKED),
 }
 EVERY = {
     f"{name} {n}, {layout}": (n, {"parallelism__context_parallel_degree": n} | METHOD[name] | change, MASKED)
@@ -60,7 +61,7 @@ WIDE = {
     "fsdp2 x ring 4": (8, CP4, {}),
     "fsdp2 kept after forward x ring 2": (4, CP2 | {"parallelism__zero_stage": 2}, MASKED),
 }
-SLOW = EVERY | COMPOSED | WIDE
+SLOW = {name: row for name, row in (EVERY | COMPOSED | WIDE).items() if name not in ROWS}
 
 
 def check(rows, row):

@@ -15,19 +15,19 @@ SMALL, KV4 = {"training__local_batch_size": 1}, {"model__n_kv_heads": 4}
 ROWS = {
     "ring 2, aux loss, z-loss": (2, CP2, AUX),
     "fsdp2 x ring 2 x ep2, sequence-wise, masked labels": (4, CP2 | EP2, SEQUENCE),
+    "ring 2, running global load": (2, CP2, GLOBAL | {"moe__f_source": "running", "training__local_batch_size": 8}),
 }
 SLOW = {
     "ring 2, sequence-wise, masked labels": (2, CP2, SEQUENCE),
     "ring 4, aux loss, z-loss": (4, CP4, AUX),
     "ring 2, noise, shared expert": (2, CP2, NOISE),
     "ring 2, exact global load": (2, CP2, GLOBAL | {"moe__f_source": "exact"}),
-    # The first step has no load: f is uniform, and what is left of the loss's gradient is rounding. A small coefficient.
+    # The first step has no load: f is uniform, and the rest of the loss's gradient is rounding: a small coefficient.
     "ring 2, global load of the last step": (
         2,
         CP2,
         GLOBAL | {"moe__f_source": "previous_step", "moe__aux_loss_coeff": 0.01},
     ),
-    "ring 2, running global load": (2, CP2, GLOBAL | {"moe__f_source": "running", "training__local_batch_size": 8}),
     "ring 2, quantile over the global batch": (2, CP2, QUANTILE | {"moe__quantile_pool": "global"}),
     "ring 2, bias": (2, CP2, {"moe__balance": "bias_sign", "moe__bias_update_rate": 0.05}),
     "allgather 2, full checkpointing": (2, CP2 | METHOD["allgather"] | FULL, AUX),

@@ -24,6 +24,7 @@ ROWS = {
     "ep2, once a rank, full checkpointing, capacity": (2, EP2 | ONCE | FULL, CAPACITY),
     "hsdp 2x2 x ep2, overlap": (4, COPIES | EP2 | OVERLAP, SHARED),
     "fsdp2 x tp2 x ep4, once a rank": (4, TP2 | EP4 | ONCE, AUX),
+    "fsdp2 x tp2 x ep2, experts narrowed": (4, TP2 | EP2 | NARROW, AUX),
 }
 SLOW = {
     "ep2, sequence-wise, masked labels": (2, EP2, SEQUENCE),
@@ -49,7 +50,6 @@ SLOW = {
     "tp2 x ep2, by operator, overlap": (2, TP2 | EP2 | ONCE | BY_OPERATOR | OVERLAP, SHARED),
     "tp2 x ep2, compiled": (2, TP2 | EP2 | COMPILE, AUX),
     "fsdp2 x tp2 x ep2": (4, TP2 | EP2, AUX),
-    "fsdp2 x tp2 x ep2, experts narrowed": (4, TP2 | EP2 | NARROW, AUX),
     "fsdp2 x tp2 x ep2, experts narrowed, once a rank, capacity": (4, TP2 | EP2 | NARROW | ONCE, CAPACITY),
     "fsdp4 x tp2 x ep2": (8, TP2 | EP2, AUX | EIGHT),
     "fsdp4 x tp2 x ep4, once a rank, full checkpointing": (8, TP2 | EP4 | ONCE | FULL, SHARED | EIGHT),
