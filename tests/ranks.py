@@ -7,6 +7,7 @@ ranks, with the environment torchrun would set. N = 1 has no process group, as a
 """
 
 import atexit
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -98,6 +99,7 @@ def _serve(connection: Connection) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
                 _forget_meshes()
+                gc.collect()  # groups lie in cycles, and each keeps its threads: a thousand in the end, that all wake
         connection.send(answer)
 
 
