@@ -44,7 +44,7 @@ class Mesh:
     """All of ``EXPERT_AXES``. None without expert parallelism."""
     exchange_group: dist.ProcessGroup | None = None
     """The ranks along ep, for tokens on their way."""
-    groups: list[dist.ProcessGroup] = field(default_factory=list)
+    groups: list[dist.ProcessGroup] = field(default_factory=list, init=False)
     """Every group of this rank that is made here: of an axis, of several axes as one, and those apart."""
 
     @property
