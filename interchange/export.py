@@ -120,6 +120,7 @@ def export_checkpoint(
     for number in range(ranks.rank, len(files), ranks.world_size):
         tensors = dict(_tensors(files[number], sizes, weights, DTYPES[dtype]))
         save_file(tensors, part / names[number], metadata={"format": "pt"})
+        (part / names[number]).chmod(part.stat().st_mode & 0o666)  # safetensors lets the owner alone read it
         _sync(part / names[number])
         del tensors
     ranks.barrier()

@@ -7,12 +7,14 @@ from dataclasses import fields
 from typing import Any
 
 import tomli_w
+import torch
 
 from config.errors import ConfigError
 from config.flavors import FLAVORS
 from config.keys import shown
 from config.schema import Model, Moe
 from config.shapes import ModelShape, MoEShape
+from interchange.pieces import parameter_sizes
 
 _FREE = ("model.max_seq_len", "moe.initial_skew")
 """Fields that change no weight and no result."""
@@ -51,6 +53,29 @@ def check_same(folder: str, theirs: ModelShape, ours: ModelShape) -> None:
     if found:
         way_out = f"`python -m interchange import {folder} OUT` writes the [model] section that fits."
         raise ConfigError("\n".join([*found, way_out]))
+
+
+def check_sizes(folder: str, theirs: dict[str, torch.Size], shape: ModelShape) -> None:
+    """That the parameters of ``shape`` are those of a checkpoint. Its buffers may be there or not.
+
+    Args:
+        theirs: name -> size of what the checkpoint holds; a tied head may be among it.
+
+    Raises:
+        ConfigError: one is missing, of another size or without a place; the first of them.
+    """
+    ours = parameter_sizes(shape)
+    kinds = {name.rpartition(".")[2] for name in ours}  # "weight", "w13": no buffer is called so
+    held = {name: size for name, size in theirs.items() if name.rpartition(".")[2] in kinds}
+    if shape.enable_weight_tying:
+        held.pop("output.weight", None)
+    wrong = [name for name in {**ours, **held} if ours.get(name) != held.get(name)]
+    if wrong:
+        there, here = (str(tuple(sizes[wrong[0]])) if wrong[0] in sizes else "missing" for sizes in (held, ours))
+        raise ConfigError(
+            f"checkpoint.initial_load_path = {shown(folder)}: {wrong[0]} is {there} there, {here} in this configuration"
+            f" ({len(wrong)} weights differ). Set [model] and [moe] as in the run that wrote it."
+        )
 
 
 def model_toml(shape: ModelShape, assets: str = "") -> str:

@@ -130,6 +130,10 @@ class CheckpointWeights:
     def __contains__(self, name: str) -> bool:
         return name in self._stored
 
+    def sizes(self) -> dict[str, torch.Size]:
+        """Name -> size of every parameter and buffer."""
+        return {name: stored.size for name, stored in self._stored.items()}
+
     def read(self, name: str, size: torch.Size, device: torch.device) -> torch.Tensor:
         """The whole parameter or buffer ``name`` in the dtype it was saved in.
 

@@ -6,12 +6,13 @@
 
 Saved are the weights and buffers (a MoE layer's balancing state among them), the optimizer's states, and the small
 ``parts`` that the trainer names: where the data stand, steps skipped, torch's generator. The learning rate is a
-    function of
-the step and needs no saving. Names are those of the model's author, so a checkpoint can be loaded under another mesh.
+function of the step and needs no saving. Names are those of the model's author, so a checkpoint can be loaded under
+another mesh.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import pickle
@@ -77,20 +78,20 @@ def step_to_continue(folder: Path | None, section: Checkpoint) -> int:
         folder: of its checkpoints; None for a run that is new.
 
     Raises:
-        ConfigError: checkpoint.load_step is not there, or checkpoint.initial_load_path is no checkpoint.
+        ConfigError: checkpoint.load_step is not there, or a run that begins finds no checkpoint at
+            checkpoint.initial_load_path.
     """
     steps = complete_steps(folder) if folder else []
+    step = section.load_step if section.load_step >= 0 else max(steps, default=0)
     if section.load_step > 0 and section.load_step not in steps:
         there = f"{folder} holds steps {', '.join(map(str, steps))}" if steps else "there is no complete checkpoint yet"
         raise ConfigError(f"checkpoint.load_step = {section.load_step}: {there}. Set it to one of them, or to -1.")
-    initial = section.initial_load_path
+    initial = "" if step else section.initial_load_path
     if initial and not section.initial_load_in_hf and not (Path(initial) / ".metadata").is_file():
         raise ConfigError(
             f"checkpoint.initial_load_path = {shown(initial)}: no complete checkpoint. Give a step-<n> folder of a run."
         )
-    if section.load_step >= 0:
-        return section.load_step
-    return steps[-1] if steps else 0
+    return step
 
 
 class Checkpointer:
@@ -120,7 +121,7 @@ class Checkpointer:
         self._model, self._optimizer, self._plain = model, optimizer, plain_name
         self._plain_weight = plain_weight
         self._parts = {"random": RandomState(), **parts}
-        self._writing: tuple[int, Future[Any]] | None = None
+        self._writing: Future[None] | None = None
         # A group of its own: collectives of a background save must not meet those of training.
         background = section.async_mode == "async" and dist.is_initialized()
         self._group = dist.new_group(backend="gloo") if background else None
@@ -167,9 +168,9 @@ class Checkpointer:
         begun = time.perf_counter()
         state = self._state()
         if self._section.async_mode == "async":
-            future = dcp.async_save(_copy(state), checkpoint_id=part, process_group=self._group)
-            self._writing = (step, future)
-            future.add_done_callback(lambda done: self._publish(step, begun) if done.exception() is None else None)
+            self._writing = Future()
+            written = dcp.async_save(_copy(state), checkpoint_id=part, process_group=self._group)
+            written.add_done_callback(functools.partial(self._written, step, begun, self._writing))
         else:
             dcp.save(state, checkpoint_id=part, no_dist=not dist.is_initialized())
             self._publish(step, begun)
@@ -177,11 +178,20 @@ class Checkpointer:
                 dist.barrier()  # no rank goes on before the checkpoint can be found
 
     def wait(self) -> None:
-        """Until a background save is complete. Raises what it raised."""
+        """Until a background save is complete and, on the first rank, has its name. Raises what it raised."""
         if self._writing is not None:
-            _, future = self._writing
-            self._writing = None
-            future.result()
+            published, self._writing = self._writing, None
+            published.result()
+
+    def _written(self, step: int, begun: float, published: Future[None], written: Future[Any]) -> None:
+        """Publish a background save. What goes wrong is for ``wait``: an executor only logs what a callback raises."""
+        try:
+            written.result()
+            self._publish(step, begun)
+        except BaseException as error:
+            published.set_exception(error)
+        else:
+            published.set_result(None)
 
     def _state(self) -> dict[str, Any]:
         """Model, optimizer and parts, under plain names. Tensors are the live ones."""

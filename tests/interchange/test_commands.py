@@ -2,13 +2,16 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from config.errors import ConfigError
 from interchange.__main__ import main
+from interchange.runs import check_interchange
 from tests.interchange.saved_runs import configuration, save_run
 from tests.test_train import ON_CPU, ROOT, launch, lines
 
@@ -85,3 +88,28 @@ def test_a_folder_of_another_model_is_refused_before_anything_starts(folders, tm
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "model.dim is 32 there, 128 in this configuration" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model__n_layers": 3}, "layers.2.attention.wq.weight is missing there, ("),
+        ({"model__n_layers": 1}, "there, missing in this configuration"),
+        ({"model__dim": 64}, "tok_embeddings.weight is"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_before_anything_starts(changes, said, folders, tmp_path):
+    folder = folders("llama")[1]
+    snippet, begin = folder / "model.toml", {"checkpoint__initial_load_path": str(folder)}
+    check_interchange(configuration(snippet, **begin))
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        check_interchange(configuration(snippet, **begin, **changes))
+
+
+def test_a_run_that_goes_on_needs_no_first_weights(folders, tmp_path):
+    snippet = folders("llama")[1] / "model.toml"
+    run_dir = save_run(configuration(snippet), tmp_path / "run")
+    gone = {"checkpoint__initial_load_path": "gone"}
+    check_interchange(configuration(snippet, **gone, job__run_dir=str(run_dir)))
+    with pytest.raises(ConfigError, match="no complete checkpoint"):
+        check_interchange(configuration(snippet, **gone))

@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import time
 from pathlib import Path
 
 import pytest
@@ -89,7 +90,9 @@ def run(config: Config, folder: Path, until: int) -> dict:
     losses, saved = [], {}
     for step in range(done + 1, until + 1):
         batch = pipeline.train.next_step()
-        rate = set_learning_rate(step_once.optimizer, step - 1, config.optimizer.lr, config.lr_scheduler, STEPS)
+        rate = set_learning_rate(
+            step_once.optimizer, step - 1, config.optimizer.lr, config.lr_scheduler, config.training.steps
+        )
         step_once(batch)
         losses.append((step, watch.latest()[0], rate, step_once.optimizer.param_groups[0]["lr"], batch.sample_ids))
         if checkpointer.due(step):
@@ -118,16 +121,16 @@ def run(config: Config, folder: Path, until: int) -> dict:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_continued_run_is_bit_identical(mesh, mode, tmp_path):
     size, changes = MESHES[mesh]
-    config = configuration(**changes, checkpoint__async_mode=mode)
-    straight = ranks.run(size, run, config, tmp_path / "straight", STEPS)
-    first = ranks.run(size, run, config, tmp_path / "parts", 4)
-    second = ranks.run(size, run, config, tmp_path / "parts", STEPS)
+    config = configuration(**changes, checkpoint__async_mode=mode, checkpoint__interval=10, training__steps=20)
+    straight = ranks.run(size, run, config, tmp_path / "straight", 20)
+    first = ranks.run(size, run, config, tmp_path / "parts", 10)
+    second = ranks.run(size, run, config, tmp_path / "parts", 20)
     for whole, before, after in zip(straight, first, second, strict=True):
-        assert after["from"] == 4
+        assert after["from"] == 10 and len(whole["losses"]) == 20
         assert before["losses"] + after["losses"] == whole["losses"]
         assert after["weights"] == whole["weights"] and after["states"] == whole["states"]
         assert after["weights"] != before["weights"]
-    assert complete_steps(tmp_path / "parts") == [4, 8]
+    assert complete_steps(tmp_path / "parts") == [10, 20]
 
 
 @pytest.mark.parametrize("mesh", [{}, PP, TP], ids=["fsdp", "pipeline", "tensor"])
@@ -163,7 +166,13 @@ MOVES = {
 
 
 # Each direction once; the rest in the slow tier.
-QUICK = [("ring 2 to one process", False), ("zero 1 to fsdp2", False), ("fsdp2 to zero 1", False), ("pp2 to pp4", False), ("pp2 to fsdp2", True)]
+QUICK = [
+    ("ring 2 to one process", False),
+    ("zero 1 to fsdp2", False),
+    ("fsdp2 to zero 1", False),
+    ("pp2 to pp4", False),
+    ("pp2 to fsdp2", True),
+]
 SLOW = [(m, e) for m in MOVES for e in (False, True) if (m, e) not in QUICK and not (e and "zero 1" in m)]
 
 
@@ -205,6 +214,26 @@ def test_a_background_save_holds_the_weights_of_its_step(tmp_path):
     assert len(set(map(str, saved.values()))) == len(saved) == 4
     for step, weights in saved.items():
         assert ranks.run(1, _loaded, copy.deepcopy(config), tmp_path, step)[0] == weights
+
+
+def test_a_background_save_that_fails_is_told_and_one_that_is_waited_for_has_its_name(tmp_path, monkeypatch):
+    config = configuration(checkpoint__async_mode="async")
+    publish = Checkpointer._publish
+
+    def late(self, step, begun):
+        time.sleep(0.5)
+        publish(self, step, begun)
+
+    monkeypatch.setattr(Checkpointer, "_publish", late)
+    run(config, tmp_path, 4)  # waits at its end
+    assert complete_steps(tmp_path) == [4]
+
+    def full(self, step, begun):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Checkpointer, "_publish", full)
+    with pytest.raises(OSError, match="no space left"):
+        run(config, tmp_path, STEPS)
 
 
 def test_names_are_the_models_own(tmp_path):
