@@ -13,24 +13,25 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when torch first allocates on a GPU
 
 import torch
 
 import titan
-from config.arithmetic import flops_per_token, parameter_counts
+from config.arithmetic import flops_per_token
 from config.errors import ConfigError
 from config.flavors import resolve_shape
 from config.layouts import check_layout_on
-from config.load import Resolved, load
+from config.load import load
 from config.memory_advice import advice_sentence
 from config.pipeline import stage_count, stage_ranks
 from config.precision import precomputes_scales
 from config.refusal import compiles
 from config.render import render_dry_run
 from config.schema import Config
+from config.seeds import seeds
 from config.world import check_devices, check_world, derived, mesh_degrees, smallest_world, world_size_from
 from data.build import build_data
 from data.pipeline import DataPipeline
@@ -55,7 +56,7 @@ from parallelisms.parallelize import compute_precision, hidden_states, own_part,
 from parallelisms.pipeline import Pipeline
 from parallelisms.pipeline_split import Stages
 from parallelisms.zero import holder_of_states, shard_states
-from trainer.checkpoint import Checkpointer, step_to_continue
+from trainer.checkpoint import Checkpointer
 from trainer.compilations import Compilations
 from trainer.determinism import set_determinism
 from trainer.environment import read_clocks
@@ -66,6 +67,7 @@ from trainer.metrics import Metrics
 from trainer.optimizer import build_optimizer
 from trainer.passes import Passes, Precision, Whole
 from trainer.profiling import Profiler
+from trainer.record import describe_run
 from trainer.run_directory import TOKENIZER, RunDirectory, open_run_directory, run_directory_state
 from trainer.schedule import set_learning_rate
 from trainer.spans import CHECKPOINT, DATA, VALIDATION, span
@@ -141,9 +143,7 @@ def build_step(
     )
 
 
-def build_pipeline(
-    config: Config, model: Stages, mesh: Mesh, device: torch.device, precision: Precision
-) -> Pipeline:
+def build_pipeline(config: Config, model: Stages, mesh: Mesh, device: torch.device, precision: Precision) -> Pipeline:
     """Passes of a model that is spread over the ranks along ``pp``."""
     section, shape = config.parallelism, resolve_shape(config.model, config.moe)
     return Pipeline(
@@ -177,44 +177,11 @@ def build_expert_step(config: Config, model: torch.nn.Module, mesh: Mesh) -> Exp
     )
 
 
-def seeds(config: Config) -> dict[str, int]:
-    """The seeds in force; ``debug.seed`` stands in for those that are not set."""
-    section = config.debug
-    return {
-        name: section.seed if getattr(section, name) is None else getattr(section, name)
-        for name in ("init_seed", "data_seed", "noise_seed")
-    }
-
-
 def pick_device(local_rank: int) -> torch.device:
     """This rank's GPU, or the CPU on a machine without one. ConfigError: more ranks on the machine than GPUs."""
     available = torch.cuda.device_count()
     check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), available, "cuda" if available else "cpu")
     return torch.device("cuda", local_rank) if available else torch.device("cpu")
-
-
-def describe(resolved: Resolved, mesh: Mesh, pipeline: DataPipeline, device: torch.device) -> dict[str, Any]:
-    """What run.json holds beyond the configuration and where its values came from."""
-    config, data = resolved.config, pipeline.describe()
-    shape = resolve_shape(config.model, config.moe)
-    flops = flops_per_token(shape, config.training.seq_len)
-    numbers = {name: item.value for name, item in derived(config, mesh.world_size).items()}
-    attention = attention_of(config, device.type)
-    return {
-        "world_size": mesh.world_size,
-        "mesh": mesh.describe(),
-        "device": device.type,
-        "derived": numbers,
-        "seeds": seeds(config),
-        "tokens_per_step": numbers["tokens_per_step"],
-        "parameters": {name: getattr(parameter_counts(shape), name) for name in ("total", "active")},
-        "flops_per_token": {"torchtitan": flops.torchtitan, "causal_with_head": flops.causal_with_head},
-        "corpus_hash": data["corpus_hash"],
-        "tokenizer": data["tokenizer"],
-        "data": data,
-        "attention_backend": attention.name,
-        "warnings": [*resolved.notes, *attention.notes(), *data["warnings"]],
-    }
 
 
 def train(
@@ -282,9 +249,7 @@ def train(
             timer.exclude(reason)
         with timer.waiting_for_data(), span(DATA):
             batch = pipeline.train.next_step()
-        rate = set_learning_rate(
-            step_once.optimizer, step - 1, config.optimizer.lr, config.lr_scheduler, config.training.steps
-        )
+        rate = set_learning_rate(step_once.optimizer, step - 1, config.optimizer.lr, config.lr_scheduler, steps)
         fill_rates.append(batch.fill_rate)
         with metrics.watching_memory(step):
             result = step_once(batch)
@@ -362,10 +327,7 @@ def main(argv: list[str] | None = None) -> int:
                 print(render_dry_run(resolved, world_size_from() or smallest_world(config)))
             return 0
         check_world(config, world_size)
-        if config.checkpoint.enable:
-            run_dir = config.job.run_dir
-            step_to_continue(Path(run_dir) / config.checkpoint.folder if run_dir else None, config.checkpoint)
-            check_interchange(config)
+        check_interchange(config)
         device = pick_device(local_rank)
         check_layout_on(config, device.type, torch.__version__)
         check_float8(config, device.type)
@@ -376,7 +338,9 @@ def main(argv: list[str] | None = None) -> int:
         mesh = Mesh(rank=rank, **mesh_degrees(config, world_size))
         pipeline = build_data(config, dp_rank=mesh.dp_rank, dp_degree=mesh.dp_degree, pin_memory=device.type == "cuda")
         if rank == 0:
-            record = describe(resolved, mesh, pipeline, device)
+            record = describe_run(
+                resolved, mesh.describe(), pipeline.describe(), world_size, device=device.type, attention=attention
+            )
             run = open_run_directory(resolved, command=[sys.executable, *sys.argv], record=record)
             if config.checkpoint.enable:  # its weights are of use elsewhere
                 save_tokenizer(pipeline.tokenizer, run.path / TOKENIZER)
@@ -407,7 +371,7 @@ def main(argv: list[str] | None = None) -> int:
         status = "done"
     except KeyboardInterrupt:
         reason = "interrupted"
-    except NonFiniteLoss as error:
+    except (ConfigError, NonFiniteLoss) as error:
         reason = str(error)
     except torch.OutOfMemoryError as error:
         reason = out_of_memory(error, step=profiler.step, rank=rank, device=device)

@@ -18,6 +18,7 @@ import torch
 from config.errors import ConfigError
 from config.flavors import resolve_shape
 from config.load import load_file
+from config.seeds import seeds
 from data.build import build_data
 from model.attention import attention_backend
 from model.balance import balances
@@ -100,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     model = Decoder(shape, attention_backend("sdpa"), config.training.seq_len, config.moe)
-    seed = config.debug.seed if config.debug.init_seed is None else config.debug.init_seed
+    seed = seeds(config)["init_seed"]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(draw(name, parameter.shape, initial_value(name, shape), seed, parameter.device))

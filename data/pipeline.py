@@ -10,6 +10,7 @@ import numpy as np
 
 from config.errors import ConfigError
 from config.schema import Config
+from config.seeds import seeds
 from data.bins import PackedEpochs
 from data.documents import Document, digest, is_held_out, text_hash
 from data.loader import Slicing, TrainLoader
@@ -29,7 +30,7 @@ class DataPipeline:
         self, config: Config, sources: list[Source], tokenizer: Tokenizer, slicing: Slicing, pin_memory: bool
     ) -> None:
         data = config.data
-        seed = config.debug.seed if config.debug.data_seed is None else config.debug.data_seed
+        seed = seeds(config)["data_seed"]
         self._config, self._sources, self._slicing = config, sources, slicing
         self.tokenizer = tokenizer
         # What is trained on: the text, what is held out of it, its tokens, and which of them are targets. Not

@@ -9,6 +9,7 @@ import torch
 from config.errors import ConfigError
 from config.flavors import resolve_shape
 from config.schema import Moe
+from config.seeds import seeds
 from config.shapes import ModelShape
 from interchange.export import open_run
 from interchange.weights import CheckpointWeights, HuggingFaceWeights
@@ -62,8 +63,7 @@ def load_run_model(
     config, folder = open_run(run_dir, step)
     shape = resolve_shape(config.model, config.moe)
     weights = CheckpointWeights(folder)
-    # Forced routing draws from it in eval mode too.
-    seed = config.debug.seed if config.debug.noise_seed is None else config.debug.noise_seed
+    seed = seeds(config)["noise_seed"]  # forced routing draws from it in eval mode too
     head = HeadLoss(soft_cap=config.loss.soft_cap)  # of what is trained with capped logits these are the logits
     return _filled(weights, shape, config.moe, torch.device(device), dtype, max_positions, backend, seed, head)
 
