@@ -153,6 +153,8 @@ def open_row(
     }
     path = arguments.out / file_name(job.workload.name, peer.name, job.ngpu, environment["gpu_name"])
     raw = None if arguments.again else load_raw(path, identity)
+    if raw is None and path.exists():
+        _say(f"{path}: {replaced(path, identity)}; its first run replaces it")
     return Row(
         peer.name,
         path,
@@ -170,6 +172,16 @@ def open_row(
             "runs": [],
         },
     )
+
+
+def replaced(path: Path, identity: dict[str, Any]) -> str:
+    """Why what ``path`` holds does not count: the keys of its identity that differ, or none with --again."""
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))["identity"]
+    except (OSError, ValueError, KeyError):
+        return "cannot be read"
+    changed = [key for key, value in identity.items() if before.get(key) != value]
+    return f"was measured with another {', '.join(changed)}" if changed else "is measured again"
 
 
 def compare(workload: Workload, peers: list[Side], arguments: argparse.Namespace, machine: dict[str, Any]) -> bool:
@@ -213,9 +225,13 @@ def _say(line: str) -> None:
 def check(arguments: argparse.Namespace, machine: dict[str, Any]) -> None:
     """ConfigError: numbers that cannot be."""
     if arguments.steps < WARM_UP + WINDOW or (arguments.steps - WARM_UP) % WINDOW:
-        raise ConfigError(f"--steps {arguments.steps}: {WARM_UP} steps of warm-up and a multiple of {WINDOW}, not 0")
+        raise ConfigError(
+            f"--steps {arguments.steps}: must be {WARM_UP} of warm-up and a multiple of {WINDOW} that are timed"
+        )
     there = machine["gpu_count"]
-    if arguments.ngpu < 1 or there and arguments.ngpu > there:
+    if arguments.ngpu < 1:
+        raise ConfigError(f"--ngpu {arguments.ngpu}: must be at least 1")
+    if there and arguments.ngpu > there:
         raise ConfigError(f"--ngpu {arguments.ngpu}: this machine has {there} GPUs")
 
 
