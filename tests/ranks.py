@@ -19,6 +19,10 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 TIMEOUT_SECONDS = 240
+MANY_THREADS = 250
+"""Of a rank process. Compiled code and operators' caches keep process groups, and each keeps a dozen threads that wake;
+processes with more are replaced.
+"""
 
 _workers: list[tuple[Any, Connection]] = []
 
@@ -53,6 +57,8 @@ def run(n: int, function: Callable[..., Any], *arguments: Any, timeout: float = 
                     shut_down()
                     raise RuntimeError(f"rank {rank} of {n} failed:\n{value}")
                 results[rank] = value
+    if any(_threads(process.pid) > MANY_THREADS for process, _ in _workers):
+        shut_down()
     return [results[r] for r in range(n)]
 
 
@@ -66,6 +72,14 @@ def shut_down() -> None:
 
 
 atexit.register(shut_down)
+
+
+def _threads(pid: int) -> int:
+    """Threads of a process; 0 where there is no /proc."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:
+        return 0
 
 
 def _start() -> tuple[Any, Connection]:
@@ -99,7 +113,7 @@ def _serve(connection: Connection) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
                 _forget_meshes()
-                gc.collect()  # groups lie in cycles, and each keeps its threads: a thousand in the end, that all wake
+                gc.collect()  # groups lie in cycles
         connection.send(answer)
 
 

@@ -222,7 +222,8 @@ def test_set_up_rejects_an_old_version(checkout: Path, tmp_path: Path) -> None:
     packages = next((tmp_path / "old" / "lib").glob("python*")) / "site-packages"
     for name in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]:
         name = name.split(";")[0].split(">")[0].split("=")[0].replace("-", "_")
-        version = {"torch": "2.10.1", "torchtitan": "0.3.0", "datasets": "4.7.0"}.get(name, "99.0")
+        bounded = {"torch": "2.10.1", "torchtitan": "0.3.0", "datasets": "4.7.0", "liger_kernel": "0.8.5"}
+        version = bounded.get(name, "99.0")
         (packages / f"{name}-{version}.dist-info").mkdir()
         (packages / f"{name}-{version}.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
     shutil.copytree(checkout, tmp_path / "copy")
