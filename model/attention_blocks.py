@@ -56,6 +56,12 @@ class BlockKernel(Protocol):
         """
 
 
+def refuse(mask: torch.Tensor | None) -> None:
+    """ValueError: a mask was given to a kernel that takes none."""
+    if mask is not None:
+        raise ValueError("this block kernel takes no mask (BlockKernel.masks)")
+
+
 class ReferenceBlocks:
     """Plain operators, accumulated in float32 (float64 for float64 inputs), the scores of some queries at a time in
     memory.

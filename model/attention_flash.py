@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from model.attention_blocks import BlockKernel
+from model.attention_blocks import BlockKernel, refuse
 
 NAMESPACE = "ablation_trainer"
 
@@ -214,8 +214,7 @@ class FlashBlocks:
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if mask is not None:
-            raise ValueError("this block kernel takes no mask (BlockKernel.masks)")
+        refuse(mask)
         return self._forward(q, k, v, None, 0, causal)
 
     def backward(
@@ -229,8 +228,7 @@ class FlashBlocks:
         causal: bool,
         mask: torch.Tensor | None,
     ) -> Grads:
-        if mask is not None:
-            raise ValueError("this block kernel takes no mask (BlockKernel.masks)")
+        refuse(mask)
         return self._backward(dout, q, k, v, out, lse, None, 0, causal)
 
 

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from config.errors import ConfigError
-from model.attention_blocks import BlockKernel, ReferenceBlocks
+from model.attention_blocks import BlockKernel, ReferenceBlocks, refuse
 
 aten = torch.ops.aten
 
@@ -72,7 +72,7 @@ class FlashBlocks:
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        _no_mask(mask)
+        refuse(mask)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=q.shape[-1] ** -0.5)
         return out.transpose(1, 2), lse
@@ -88,7 +88,7 @@ class FlashBlocks:
         causal: bool,
         mask: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        _no_mask(mask)
+        refuse(mask)
         dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout
         grads = aten._scaled_dot_product_flash_attention_backward(
@@ -120,7 +120,7 @@ class CuDNNBlocks:
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        _no_mask(mask)
+        refuse(mask)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, causal, False, scale=q.shape[-1] ** -0.5
@@ -138,7 +138,7 @@ class CuDNNBlocks:
         causal: bool,
         mask: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        _no_mask(mask)
+        refuse(mask)
         dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
         unused = torch.empty((), dtype=torch.int64, device=q.device)  # the state of dropout
         grads = aten._scaled_dot_product_cudnn_attention_backward(
@@ -177,8 +177,3 @@ class SDPACuDNN(_Unmasked):
     name = "sdpa_cudnn"
     blocks: BlockKernel | None = CuDNNBlocks()
     kernels = [SDPBackend.CUDNN_ATTENTION]
-
-
-def _no_mask(mask: torch.Tensor | None) -> None:
-    if mask is not None:
-        raise ValueError("this block kernel takes no mask (BlockKernel.masks)")

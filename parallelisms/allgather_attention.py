@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from parallelisms.block_attention import KERNELS, Merged, group_named, operator, rows
+from parallelisms.block_attention import KERNELS, Merged, add_gradients, group_named, operator, rows
 from parallelisms.context_layout import Block, Layout
 
 _OPERATORS = torch.ops._c10d_functional  # torch 2.13 deprecates both Python names of these for names that 2.11 lacks
@@ -93,17 +93,8 @@ def _backward(
     held = _ordered(_gathered(k, v, ranks), cut)
     dq, total = torch.zeros_like(q, dtype=lse.dtype), torch.zeros_like(held, dtype=lse.dtype)
     for block in _blocks(cut, ranks.rank(), q.shape[1], causal):
-        mine, *parts = compute.backward(
-            rows(dout, block.q),
-            rows(q, block.q),
-            rows(held[0], block.k),
-            rows(held[1], block.k),
-            rows(out, block.q),
-            lse[:, :, block.q].contiguous(),
-            block.causal,
-            cut.mask(documents, ranks.rank(), None, block),
-        )
-        dq[:, block.q] += mine
+        mask = cut.mask(documents, ranks.rank(), None, block)
+        parts = add_gradients(compute, dout, q, held, out, lse, block, mask, dq)
         for whole, part in zip(total, parts, strict=True):
             whole[:, block.k] += part
     by_rank = _by_rank(total, cut).flatten(0, 1)

@@ -11,7 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.distributed_c10d import _resolve_process_group as group_named
 
-__all__ = ["KERNELS", "Merged", "group_named", "operator", "rows", "wide"]
+from parallelisms.context_layout import Block
+
+__all__ = ["KERNELS", "Merged", "add_gradients", "group_named", "operator", "rows", "wide"]
 
 
 class BlockKernel(Protocol):
@@ -72,6 +74,43 @@ class Merged:
 def rows(x: torch.Tensor, places: slice) -> torch.Tensor:
     """Some places of (B, S, ...), contiguous, as not every kernel takes strides; no copy where B is 1."""
     return x[:, places].contiguous()
+
+
+def add_gradients(
+    compute: BlockKernel,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    held: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    block: Block,
+    mask: torch.Tensor | None,
+    dq: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the gradients of one block and add those of its queries to ``dq``.
+
+    Args:
+        compute: the kernel.
+        dout, q, out: (B, S, H, D); lse: (B, H, S), of whole rows.
+        held: keys and values (2, B, Sk, H_kv, D).
+        mask: of the block, as its kernel takes it.
+        dq: (B, S, H, D), changed in place.
+
+    Returns:
+        What the block adds to the gradients of the keys and of the values at its places.
+    """
+    mine, dk, dv = compute.backward(
+        rows(dout, block.q),
+        rows(q, block.q),
+        rows(held[0], block.k),
+        rows(held[1], block.k),
+        rows(out, block.q),
+        lse[:, :, block.q].contiguous(),
+        block.causal,
+        mask,
+    )
+    dq[:, block.q] += mine
+    return dk, dv
 
 
 def operator(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ of gradients in float32.
 import torch
 import torch.distributed as dist
 
-from parallelisms.block_attention import KERNELS, Merged, group_named, operator, rows
+from parallelisms.block_attention import KERNELS, Merged, add_gradients, group_named, operator, rows
 from parallelisms.context_layout import Layout
 
 _KEYS, _GRADIENTS = 0, 1  # tags, where the backend has them
@@ -88,19 +88,10 @@ def _backward(
         passing = _Passing(held, ranks, _KEYS) if step < n - 1 else None
         owner = (rank - step) % n
         block = cut.block(rank, owner, length, causal)
-        parts: list[torch.Tensor] = []
+        parts: tuple[torch.Tensor, ...] = ()
         if block is not None:
-            mine, *parts = compute.backward(
-                rows(dout, block.q),
-                rows(q, block.q),
-                rows(held[0], block.k),
-                rows(held[1], block.k),
-                rows(out, block.q),
-                lse[:, :, block.q].contiguous(),
-                block.causal,
-                cut.mask(documents, rank, owner, block),
-            )
-            dq[:, block.q] += mine
+            mask = cut.mask(documents, rank, owner, block)
+            parts = add_gradients(compute, dout, q, held, out, lse, block, mask, dq)
         # The sum of these keys' gradients arrives one step after the keys, and leaves with this rank's share.
         total = torch.zeros_like(held, dtype=dq.dtype) if gradients is None else gradients.wait()
         if block is not None:
