@@ -27,6 +27,7 @@ from typing import Any
 
 from benchmarks.memory_rows import HASTE, ROWS, Row
 from benchmarks.rows import RESULTS, save_raw
+from benchmarks.run_files import metrics_lines, timed_steps
 from benchmarks.side import ROOT, RunFailed, execute, shown
 
 MEMORY = RESULTS / "memory"
@@ -70,8 +71,7 @@ def measure(row: Row, machine: dict[str, Any], session: str, commit: str, limit_
         raw["command"] = shown(command_of(row, "RUN"))
         try:
             execute(command, ROOT, limit_s)
-            lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-            raw |= figures(lines)
+            raw |= figures(metrics_lines(run_dir))
         except RunFailed as error:
             raw |= {"error": error.reason, "log_tail": error.log_tail}
     return raw | {"seconds": round(time.monotonic() - begun, 1)}
@@ -82,12 +82,8 @@ def figures(lines: list[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {
         name: max((line[tag] for line in lines if tag in line), default=None) for name, tag in TAGS.items()
     }
-    tokens, done = lines[-1]["tokens"] / lines[-1]["step"], 0
-    times: list[float] = []
-    for line in lines:
-        first, seconds = done + 1, line["step_times_s"]
-        times += [t for step, t in enumerate(seconds, first) if step not in line["excluded_steps"]]
-        done += len(seconds)
+    tokens = lines[-1]["tokens"] / lines[-1]["step"]
+    times = [seconds for _, seconds in timed_steps(lines)]
     return found | {
         "tokens_per_s": tokens / statistics.median(times) if times else None,
         "loss": lines[-1]["loss_metrics/global_avg_loss"],

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
+from benchmarks.run_files import metrics_lines
 from benchmarks.side import ROOT, WINDOW, Job, RunFailed, Setting, execute, shown, torchrun
 
 
@@ -46,8 +46,7 @@ class Ours:
             "--metrics.log_freq", str(WINDOW), *words, *job.ours_options,
         ]  # fmt: skip
         log = execute(command, ROOT, job.limit_s)
-        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-        lines = [line for line in lines if "step_times_s" in line]
+        lines = [line for line in metrics_lines(run_dir) if "step_times_s" in line]
         times = [seconds for line in lines for seconds in line["step_times_s"]]
         if len(times) != job.steps:
             raise RunFailed(f"{len(times)} of {job.steps} steps in metrics.jsonl", command, log)

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import context_table as bench
-from benchmarks.parallel_table import read
+from benchmarks.two_ranks import folder_name, read
 from config.load import load_file
 from config.world import check_world
-from tests.benchmarks.test_parallel_table import write_run
+from tests.benchmarks.test_two_ranks import write_run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,10 +27,10 @@ def test_every_row_is_a_legal_run_of_two_ranks(base, lengths):
 def test_methods_of_a_length_are_held_against_each_other(tmp_path):
     losses = [3.0 - 0.01 * i for i in range(20)]
     for name, offset in {"128 ring": 0.0, "128 ulysses": 0.03, "256 ring": 0.5, "256 ulysses": 0.501}.items():
-        write_run(tmp_path / bench.folder_name(name), [*losses[:7], losses[7] + offset, *losses[8:]])
-    write_run(tmp_path / bench.folder_name("256 allgather"), losses[:9])
+        write_run(tmp_path / folder_name(name), [*losses[:7], losses[7] + offset, *losses[8:]])
+    write_run(tmp_path / folder_name("256 allgather"), losses[:9])
     names = ["128 FSDP", "128 ring", "128 ulysses", "256 ring", "256 ulysses", "256 allgather"]
-    rows = bench.table({name: read(tmp_path / bench.folder_name(name)) for name in names}, 20, within=0.02)
+    rows = bench.table({name: read(tmp_path / folder_name(name)) for name in names}, 20, within=0.02)
     assert rows["128 FSDP"]["error"] == "not run"
     assert [rows[name]["agrees"] for name in names[1:]] == [True, False, True, True, False]
     page = bench.render(rows, 20, 0.02, {"torch": "2.11"})

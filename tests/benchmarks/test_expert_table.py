@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import expert_table as bench
-from benchmarks.parallel_table import read
+from benchmarks.two_ranks import folder_name, read
 from config.load import load_file
 from config.world import check_world
-from tests.benchmarks.test_parallel_table import write_run
+from tests.benchmarks.test_two_ranks import write_run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,9 +24,9 @@ def test_every_row_is_a_legal_run_of_two_ranks(base, sequences, micro_batch):
 def test_layouts_are_held_against_the_first(tmp_path):
     losses = [3.0 - 0.01 * i for i in range(20)]
     for name, offset in {"FSDP": 0.0, "EP 2, once an expert": 0.05, "TP 2": 0.001}.items():
-        write_run(tmp_path / bench.folder_name(name), [*losses[:7], losses[7] + offset, *losses[8:]])
-    write_run(tmp_path / bench.folder_name("TP 2 x EP 2"), losses[:9])
-    rows = bench.table({name: read(tmp_path / bench.folder_name(name)) for name in bench.LAYOUTS}, 20, within=0.03)
+        write_run(tmp_path / folder_name(name), [*losses[:7], losses[7] + offset, *losses[8:]])
+    write_run(tmp_path / folder_name("TP 2 x EP 2"), losses[:9])
+    rows = bench.table({name: read(tmp_path / folder_name(name)) for name in bench.LAYOUTS}, 20, within=0.03)
     assert [row.get("agrees") for row in rows.values()] == [True, False, None, True, False]
     page = bench.render(rows, 20, 0.03, {"torch": "2.11"})
     assert "| EP 2, once a rank | not run |" in page and "| **no** |" in page
