@@ -3,8 +3,9 @@
     python -m benchmarks.context_table                                   # two GPUs, train_configs/llama3_1b_cp2.toml
     python -m benchmarks.context_table --base train_configs/debug_cp.toml --lengths 128,256 --steps 8
 
-Every length is trained by FSDP2 alone, where its memory allows, and by each method over two ranks, with the same two
-sequences a step. Losses of a length are held against each other: the difference is rounding, or wrong.
+Every length is trained by FSDP2 alone and by each method over two ranks, with the same two sequences a step. Above 64
+thousand tokens a step has one, which FSDP2 alone cannot share: no such row. Losses
+of a length are held against each other: the difference is rounding, or wrong.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 from benchmarks.two_ranks import PROFILED, about, cells, common_keys, facts, figures, measured, only, parser_of, write
 
 LENGTHS = (8192, 16384, 32768, 65536, 131072)
-SEQUENCES = 2
-"""Of an optimizer step, over both ranks."""
+TWO_SEQUENCES = 65536
+"""Tokens up to which a step has two sequences, so that FSDP2 has one a rank; above, one sequence fills both GPUs."""
 METHODS: dict[str, dict[str, Any]] = {
     "FSDP": {"parallelism.context_parallel_degree": 1},
     "ring": {"parallelism.context_parallel_method": "ring"},
@@ -35,6 +36,11 @@ FORMS = {
 """Column -> how it is written."""
 
 
+def sequences(length: int) -> int:
+    """Of an optimizer step, over both ranks."""
+    return 2 if length <= TWO_SEQUENCES else 1
+
+
 def plan(lengths: list[int], steps: int) -> dict[str, dict[str, Any]]:
     """Run ("8192 ring") -> keys over the base, length by length."""
     return {
@@ -42,11 +48,12 @@ def plan(lengths: list[int], steps: int) -> dict[str, dict[str, Any]]:
         | {
             "training.seq_len": length,
             "training.local_batch_size": 1,
-            "training.global_batch_size": SEQUENCES,
+            "training.global_batch_size": sequences(length),
         }
         | changes
         for length in lengths
         for name, changes in METHODS.items()
+        if name != "FSDP" or sequences(length) == 2
     }
 
 
@@ -79,7 +86,8 @@ def table(results: dict[str, dict[str, Any]], steps: int, within: float) -> dict
 def render(rows: dict[str, dict[str, Any]], steps: int, within: float, record: dict[str, Any]) -> str:
     """The table in Markdown."""
     lines = [
-        f"{steps} steps of {SEQUENCES} sequences each; losses of a length agree within {within:g} nats at every step;"
+        f"{steps} steps each, of two sequences, above {TWO_SEQUENCES:,} tokens of one;"
+        f" losses of a length agree within {within:g} nats at every step;"
         f" {facts(record)}.",
         "",
         "| sequence | method | tokens/s/rank | GiB reserved, rank 0 | exposed comm. % | comm. % | final loss |"
@@ -109,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
     root = chosen.folder / f"{chosen.base.stem}-{chosen.steps}steps"
     complete, results = measured(chosen, runs, root)
     rows = table(results, chosen.steps, chosen.within)
-    record = {key: value for key, value in about(root, chosen.base, SEQUENCES, 1).items() if key != "sequences a step"}
+    record = about(root, chosen)
     page = render(rows, chosen.steps, chosen.within, record)
     write(chosen.out or root / "context_table", {"about": record, "steps": chosen.steps, "rows": rows}, page)
     if not complete:

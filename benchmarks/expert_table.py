@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
     root = chosen.folder / f"{chosen.base.stem}-{chosen.steps}steps-{chosen.sequences}x{chosen.micro_batch}"
     complete, results = measured(chosen, runs, root)
     rows = table(results, chosen.steps, chosen.within)
-    record = about(root, chosen.base, chosen.sequences, chosen.micro_batch)
+    record = about(root, chosen, **{"sequences a step": chosen.sequences, "micro-batch": chosen.micro_batch})
     page = render(rows, chosen.steps, chosen.within, record)
     write(chosen.out or root / "expert_table", {"about": record, "steps": chosen.steps, "rows": rows}, page)
     if not complete:

@@ -149,7 +149,7 @@ def main(arguments: list[str] | None = None) -> int:
     root = chosen.folder / f"{chosen.base.stem}-{chosen.steps}steps-{chosen.sequences}x{chosen.micro_batch}"
     complete, results = measured(chosen, runs, root)
     found = table(results, chosen.steps)
-    record = about(root, chosen.base, chosen.sequences, chosen.micro_batch)
+    record = about(root, chosen, **{"sequences a step": chosen.sequences, "micro-batch": chosen.micro_batch})
     write(chosen.out or root / "parallel_table", {"about": record, **found}, render(found, record))
     if not complete:
         return 3

@@ -35,6 +35,7 @@ def common_keys(steps: int) -> dict[str, Any]:
     return {
         "training.steps": steps,
         "training.mixed_precision_param": "bfloat16",
+        "data.roots": [],  # the standard library alone: read in seconds, and more than a table consumes
         "validation.enable": False,
         "checkpoint.enable": False,
         "metrics.log_freq": 1,
@@ -120,13 +121,14 @@ def read(folder: Path) -> dict[str, Any]:
     }
 
 
-def about(root: Path, base: Path, sequences: int, micro_batch: int) -> dict[str, Any]:
-    """Where and with what the runs were made, from the first that says."""
-    facts: dict[str, Any] = {"base": base.name, "sequences a step": sequences, "micro-batch": micro_batch}
+def about(root: Path, chosen: argparse.Namespace, **batch: Any) -> dict[str, Any]:
+    """Where and with what the runs were made, from the first that says; ``batch`` is what the table says of it."""
+    found: dict[str, Any] = {"base": chosen.base.name, **batch}
     for path in sorted(root.glob("*/environment.json")):
         environment = json.loads(path.read_text())
-        return facts | {key: environment.get(key) for key in ("gpu_name", "torch", "cuda", "nccl", "git_commit")}
-    return facts
+        found |= {key: environment.get(key) for key in ("gpu_name", "torch", "cuda", "nccl")}
+        return found | {"commit": environment.get("git_commit") or chosen.commit}
+    return found
 
 
 def figures(result: dict[str, Any]) -> dict[str, Any]:
@@ -167,6 +169,7 @@ def parser_of(module: str, what: str, base: str, steps: int, rows: Iterable[str]
     parser.add_argument("--out", type=Path, help="of the table, without a suffix: .json and .md (default: in --folder)")
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--only", default="", metavar="A;B", help=f"of {'; '.join(rows)}")
+    parser.add_argument("--commit", help="of the checkout, where git is not at hand")
     parser.add_argument("--budget_s", type=float, default=float("inf"), help="seconds after which nothing runs")
     return parser
 
