@@ -42,6 +42,7 @@ from model.attention import attention_backend
 from model.attention_choice import attention_of
 from model.decoder import Decoder
 from model.expert_step import ExpertStep
+from model.experts_float8 import use_float8_experts
 from model.initial_weights import draw, initial_value
 from model.liger import use_liger
 from model.loss_choice import loss_of
@@ -98,6 +99,7 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> Decoder:
             loss=loss_of(config),
         )
         use_liger(model, rms_norm=config.liger.rms_norm, rope=config.liger.rope, swiglu=config.liger.swiglu)
+        use_float8_experts(model, config)
 
     def initial(name: str, size: torch.Size, device: torch.device) -> torch.Tensor:
         return draw(name, size, initial_value(name, shape), seeds(config)["init_seed"], device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import reduce
 from typing import Any
 
-from config.keys import companions
+from config.keys import companions, matters
 
 Values = dict[str, Any]
 Changes = dict[str, tuple[Any, Any]]
@@ -28,7 +28,7 @@ def is_inert(key: str, flat: Values) -> bool:
     if key not in companions():
         return False
     parent, values = companions()[key]
-    return flat[parent] not in values or is_inert(parent, flat)
+    return not matters(flat[parent], values) or is_inert(parent, flat)
 
 
 def ancestry(key: str) -> list[str]:

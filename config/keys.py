@@ -70,6 +70,11 @@ def companions() -> dict[str, tuple[str, tuple[Any, ...]]]:
     return {k.name: (k.parent, k.parent_values) for k in all_keys().values() if k.parent}
 
 
+def matters(value: Any, wanted: tuple[Any, ...]) -> bool:
+    """Whether a companion has an effect while its parent is ``value``: one of ``wanted``, or a list that holds one."""
+    return any(value == w or (isinstance(w, list) and w and all(part in value for part in w)) for w in wanted)
+
+
 @cache
 def help_lines() -> dict[str, str]:
     """Full key -> the docstring line under its field in the schema, those of [ablation] included."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from config import command_line, paths, rules, torchtitan_keys
 from config.errors import ConfigError
-from config.keys import all_keys, companions, did_you_mean, shown, value_of
+from config.keys import all_keys, companions, did_you_mean, matters, shown, value_of
 from config.schema import Config
 from config.toml_file import Document, check_leaf, read
 
@@ -199,6 +199,6 @@ def _arms(document: Document | None, arm: str | None) -> list[tuple[str, dict[st
 def _inert(full: str, origin: str, values: dict[str, Any]) -> list[str]:
     """A note that a key which was set on purpose, by an arm or on the command line, has no effect."""
     parent, active = companions().get(full, ("", ()))
-    if not parent or values[parent] in active:
+    if not parent or matters(values[parent], active):
         return []
     return [f"{full} ({origin}) has no effect while {parent} = {shown(values[parent])}"]

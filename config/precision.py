@@ -6,16 +6,18 @@ from collections.abc import Iterator, Sequence
 
 from config.errors import ConfigError
 from config.keys import did_you_mean, shown
-from config.precision_schema import LINEAR
+from config.precision_schema import GROUPED, LINEAR
 from config.refusal import Said, compiled, compiles, tensor_parallel, without_fsdp2, zero_bubble
 from config.schema import Config
-from config.shapes import ModelShape
+from config.shapes import ModelShape, MoEShape
 
 SMALL = "auto_filter_small_kn"
 """torchtitan's word in filter_fqns for "leave out what is too small to gain"."""
 NEVER = ("output", "router")
 """Parts of paths that stay as they are: a rounded logit or routing decision costs more than its product saves."""
 FLOAT8_CAPABILITY = (8, 9)
+GROUPED_CAPABILITY = (9, 0)
+"""torch builds its rowwise float8 grouped product for Hopper alone (ScaledGroupMM.cu, arch::Sm90)."""
 
 
 def float8_linears(config: Config) -> bool:
@@ -45,6 +47,16 @@ def in_float8(path: str, rows: int, columns: int, filter_fqns: Sequence[str], re
     return rows > 2048 and columns > 1024 and (rows > 4096 or columns > 2048)
 
 
+def float8_experts(config: Config) -> bool:
+    """Whether experts multiply in float8."""
+    return GROUPED in config.model.converters
+
+
+def in_float8_experts(config: Config, path: str) -> bool:
+    """Whether the experts at ``path`` are converted."""
+    return float8_experts(config) and any(part in path for part in config.quantize.grouped_mm.float8.fqns)
+
+
 def linear_shapes(shape: ModelShape) -> dict[str, tuple[int, int]]:
     """Path inside a block -> (rows, columns) of every linear layer that is not a router."""
     dim, q, kv = shape.dim, shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
@@ -71,13 +83,50 @@ def precision_rules(config: Config, shape: ModelShape, said: Said) -> Iterator[s
             f"{said('optimizer.state_dtype')} with {said('optimizer.name')}: AdamW alone keeps its moments in bfloat16."
         )
     for name in config.model.converters:
-        if name != LINEAR:
+        if name not in (LINEAR, GROUPED):
+            known = [LINEAR, GROUPED]
             yield (
-                f"{said('model.converters')}: there is no converter {shown(name)}{did_you_mean(name, [LINEAR])}; known:"
-                f" {LINEAR}. Experts stay in the compute dtype."
+                f"{said('model.converters')}: there is no converter {shown(name)}{did_you_mean(name, known)}; known:"
+                f" {', '.join(known)}."
             )
-    if not float8_linears(config):
-        return
+    if float8_linears(config):
+        yield from _linear_rules(config, shape, said)
+    if float8_experts(config) and shape.moe is not None:
+        yield from _expert_rules(config, shape, shape.moe, said)
+
+
+def _expert_rules(config: Config, shape: ModelShape, moe: MoEShape, said: Said) -> Iterator[str]:
+    """Of experts in float8. A dense shape leaves them unread, as it does [moe]."""
+    float8, on, section = config.quantize.grouped_mm.float8, said("model.converters"), config.parallelism
+    paths = [f"layers.{i}.moe.experts" for i in range(shape.n_layers) if moe.has_experts(i)]
+    if not any(in_float8_experts(config, path) for path in paths):
+        yield (
+            f"{on} converts nothing: no path of experts ({paths[0]}, ...) has a part of"
+            f' {said("quantize.grouped_mm.float8.fqns")}. Set it to ["experts"], or remove the converter.'
+        )
+    if shape.dim % 16 or moe.hidden_dim % 16:
+        yield (
+            f"{on} with {said('model.dim')} and {said('moe.hidden_dim')}: float8 products want multiples of 16."
+            " Change the size, or remove the converter."
+        )
+    if config.moe.experts != "grouped_mm":
+        yield f'{on} with {said("moe.experts")}: it is the grouped products that take float8. Use "grouped_mm".'
+    if not float8.emulate and config.training.mixed_precision_param != "bfloat16":
+        yield (
+            f"{on} with {said('training.mixed_precision_param')}: float8 products give bfloat16. Set it to"
+            ' "bfloat16", or quantize.grouped_mm.float8.emulate = true.'
+        )
+    whole = section.expert_parallel_degree > 1 and section.expert_tensor_parallel_degree == 1
+    if tensor_parallel(config) and not whole:
+        yield (
+            f"{on} with {said('parallelism.tensor_parallel_degree')}: a rank would have a part of each expert's hidden"
+            " features, and a scale of its own for it, so results would be those of the layout. Use expert parallelism"
+            " with expert_tensor_parallel_degree = 1, or bfloat16."
+        )
+
+
+def _linear_rules(config: Config, shape: ModelShape, said: Said) -> Iterator[str]:
+    """Of linear layers in float8."""
     float8, on = config.quantize.linear.float8, said("model.converters")
     if not any(in_float8(p, *size, float8.filter_fqns, float8.recipe_name) for p, size in linear_shapes(shape).items()):
         yield (
@@ -117,16 +166,24 @@ def precision_notes(config: Config) -> Iterator[str]:
 
 
 def check_float8_on(config: Config, device: str, capability: tuple[int, int], problem: str) -> None:
-    """Check what only the machine can tell, of a configuration with float8 linear layers.
+    """Check what only the machine can tell, of a configuration with float8 linear layers or experts.
 
     Args:
         device: "cpu" or "cuda".
         capability: of the GPU.
-        problem: why torchao cannot be imported; empty if it can.
+        problem: why torchao cannot be imported; empty if it can. Experts do not need it.
 
     Raises:
-        ConfigError: float8 without torchao, or on a device that does not multiply in float8.
+        ConfigError: linear layers without torchao, or a device that does not have these products in float8.
     """
+    if float8_experts(config) and not config.quantize.grouped_mm.float8.emulate and capability != GROUPED_CAPABILITY:
+        what = "a CPU does" if device == "cpu" else f"this GPU ({capability[0]}.{capability[1]}) does"
+        raise ConfigError(
+            f'model.converters = ["{GROUPED}"]: {what} not have grouped products in float8; compute capability 9.0'
+            " (Hopper) does. For the same numbers in float32, slowly, set quantize.grouped_mm.float8.emulate = true."
+        )
+    if not float8_linears(config):
+        return
     if problem:
         raise ConfigError(
             f'model.converters = ["{LINEAR}"] needs torchao, which cannot be imported ({problem}). Install it with'

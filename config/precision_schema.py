@@ -11,7 +11,9 @@ from typing import Any, Literal
 from config.field import key
 
 LINEAR = "quantize.linear.float8"
+GROUPED = "quantize.grouped_mm.float8"
 _LINEAR: dict[str, Any] = {"parent": "model.converters", "parent_values": ([LINEAR],)}
+_GROUPED: dict[str, Any] = {"parent": "model.converters", "parent_values": ([GROUPED],)}
 
 
 @dataclass
@@ -76,5 +78,21 @@ class QuantizedLinear:
 
 
 @dataclass
+class Float8GroupedMM:
+    fqns: list[str] = key(factory=list, **_GROUPED)
+    """Parts of paths of the experts to convert. ["experts"]: those of every layer. Shared experts are linear layers."""
+    recipe_name: Literal["rowwise", "rowwise_with_gw_hp"] = key("rowwise", **_GROUPED)
+    """One scale a row. with_gw_hp: gradients of experts' matrices are computed in the compute dtype."""
+    emulate: bool = key(False, **_GROUPED)
+    """Round to float8 and multiply in float32: the same numbers on any device, slowly."""
+
+
+@dataclass
+class QuantizedGroupedMM:
+    float8: Float8GroupedMM = field(default_factory=Float8GroupedMM)
+
+
+@dataclass
 class Quantize:
     linear: QuantizedLinear = field(default_factory=QuantizedLinear)
+    grouped_mm: QuantizedGroupedMM = field(default_factory=QuantizedGroupedMM)

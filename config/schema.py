@@ -69,7 +69,7 @@ class Model:
     enable_weight_tying: bool | None = None
     """Share the embedding matrix with the output head. Unset: the flavor's."""
     converters: list[str] = key(factory=list)
-    """What replaces modules, before anything else. "quantize.linear.float8": linear layers multiply in float8."""
+    """What multiplies in float8. "quantize.linear.float8": linear layers. "quantize.grouped_mm.float8": experts."""
 
 
 @dataclass

@@ -101,7 +101,6 @@ FOLLOWS: dict[str, str] = {
             "linear.mx.mxfp8_dim1_cast_kernel_choice",
             "linear.mx.recipe_name",
             "linear.mx.filter_fqns",
-            "grouped_mm.float8.fqns",
             "grouped_mm.mx.recipe_name",
             "grouped_mm.mx.fqns",
         )
@@ -122,7 +121,7 @@ FOLLOWS: dict[str, str] = {
     },
 }
 """Key -> the key that makes it matter, of REFUSED or the schema's. While that one changes nothing, as no value of
-model.converters asks for mx or grouped products here, any value of this one loads.
+model.converters asks for mx here, any value of this one loads.
 """
 
 TRANSLATED: dict[str, str] = {

@@ -26,6 +26,42 @@ def grouped_mm(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Te
     return _looped(a, b, ends)
 
 
+def scaled_grouped_mm(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    ends: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    emulate: bool,
+    fast: bool = True,
+) -> torch.Tensor:
+    """:func:`grouped_mm` of float8 operands, each with one scale a row or column along the sum.
+
+    Args:
+        a: float8 (R, K), rows in memory, with scales (R,), and ``b`` (E, K, N), columns in memory, with scales (E, N).
+           (M, R), rows in memory, with scales (E, M), and ``b`` (R, N), columns in memory, with scales (E, N).
+           K, M, N, R and the rows of each group are multiples of 16, and no group is empty: in the second form kernels
+           load 16 rows at once, and some releases abort at a sum of no rows.
+        dtype: of the result. The kernel knows bfloat16.
+        emulate: multiply and add in float32, on any device.
+        fast: keep sums as tensor cores do, to 14 bits, over the whole of K rather than over 128 at a time.
+
+    Returns:
+        (R, N) or (E, M, N).
+    """
+    both_in_groups = b.dim() == 2
+    if not emulate:
+        if both_in_groups:
+            a_scale, b_scale = a_scale.flatten(), b_scale.flatten()
+        return torch._scaled_grouped_mm(a, b, a_scale, b_scale, ends, out_dtype=dtype, use_fast_accum=fast)
+    wide_a, wide_b = a.to(torch.float32), b.to(torch.float32)
+    if both_in_groups:
+        return (_looped(wide_a, wide_b, ends) * a_scale[:, :, None] * b_scale[:, None, :]).to(dtype)
+    return _looped(wide_a * a_scale[:, None], wide_b * b_scale[:, None, :], ends).to(dtype)
+
+
 @torch.library.custom_op("ablation_trainer::grouped_mm", mutates_args=())
 def _looped(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     bounds = [0, *ends.tolist()]

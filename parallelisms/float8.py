@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 def check_float8(config: Config, device: str) -> None:
     """ConfigError: this machine cannot do the float8 that ``config`` asks for. ``device``: "cpu" or "cuda"."""
-    if float8_linears(config):
+    if config.model.converters:
         capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
-        check_float8_on(config, device, capability, torchao_problem())
+        check_float8_on(config, device, capability, torchao_problem() if float8_linears(config) else "")
 
 
 @functools.cache

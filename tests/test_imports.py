@@ -49,7 +49,9 @@ TABLE = {
         never=("torch.distributed",),
     ),
     "model": Rule(
-        may=("config", "torch"), lazily=("liger_kernel", "flash_attn", "quack"), never=("torch.distributed",)
+        may=("config", "torch", "triton"),  # triton: files of kernels, which are themselves imported inside functions
+        lazily=("liger_kernel", "flash_attn", "quack"),
+        never=("torch.distributed",),
     ),
     "parallelisms": Rule(may=("config", "titan", "torch"), lazily=("torchao",)),
     "trainer": Rule(may=("config", "titan", "torch", "safetensors", "tomli"), lazily=("tensorboard", "triton")),

@@ -5,12 +5,15 @@ import pytest
 from config.errors import ConfigError
 from config.load import load_file, to_toml
 from config.precision import check_float8_on
-from config.precision_schema import LINEAR
+from config.precision_schema import GROUPED, LINEAR
 from config.schema import Config
 from tests.config.refusal import refusal
 
 ON = {"model.converters": [LINEAR]}
 FLOAT8 = "quantize.linear.float8"
+GROUPED_FQNS = f"{GROUPED}.fqns"
+MOE = {"model.name": "moe", "model.flavor": "debug_moe"}
+EXPERTS = MOE | {"model.converters": [GROUPED], GROUPED_FQNS: ["experts"]}
 GATHER = f"{FLOAT8}.enable_fsdp_float8_all_gather"
 
 
@@ -23,7 +26,13 @@ def load(folder, keys):
     ("keys", "message"),
     [
         ({"model.converters": ["quantize.linear.flat8"]}, f'"quantize.linear.flat8" - did you mean "{LINEAR}"?'),
-        ({"model.converters": ["quantize.grouped_mm.float8"]}, "Experts stay in the compute dtype"),
+        (EXPERTS | {GROUPED_FQNS: []}, "converts nothing: no path of experts (layers.0.moe.experts, ...)"),
+        (EXPERTS | {GROUPED_FQNS: ["shared"]}, "converts nothing: no path of experts"),
+        (EXPERTS | {"moe.hidden_dim": 72}, "multiples of 16"),
+        (EXPERTS | {"moe.experts": "loop"}, "it is the grouped products that take float8"),
+        (EXPERTS | {"moe.experts": "quack"}, "it is the grouped products that take float8"),
+        (EXPERTS | {"training.mixed_precision_param": "float32"}, "float8 products give bfloat16"),
+        (EXPERTS | {"parallelism.tensor_parallel_degree": 2}, "results would be those of the layout"),
         (ON | {f"{FLOAT8}.filter_fqns": ["layers", "attention", "feed_forward"]}, "converts nothing"),
         (ON | {f"{FLOAT8}.filter_fqns": ["auto_filter_small_kn"]}, "converts nothing"),
         (ON | {"model.dim": 40, "model.n_heads": 4, "model.head_dim": 10, "model.n_kv_heads": 4}, "converts nothing"),
@@ -71,6 +80,19 @@ def test_nested_keys_survive_a_round_trip_and_are_inert_without_their_converter(
     assert "has no effect while model.converters = []" in note
 
 
+def test_experts_may_stay_whole_under_tensor_parallelism_and_be_emulated_in_float32(tmp_path):
+    spread = {"parallelism.tensor_parallel_degree": 2, "parallelism.expert_parallel_degree": 2}
+    load(tmp_path, EXPERTS | spread)
+    load(tmp_path, EXPERTS | {f"{GROUPED}.emulate": True, "training.mixed_precision_param": "float32"})
+
+
+def test_a_key_matters_while_its_converter_is_one_of_several(tmp_path):
+    keys = EXPERTS | {"model.converters": [LINEAR, GROUPED], f"{FLOAT8}.recipe_name": "rowwise"}
+    assert not any("no effect" in note for note in load(tmp_path, keys).notes)
+    notes = load(tmp_path, keys | {"model.converters": [LINEAR]}).notes
+    assert [n.split()[0] for n in notes if "no effect" in n] == [GROUPED_FQNS]
+
+
 def test_devices_that_cannot():
     config = Config()
     config.model.converters = [LINEAR]
@@ -82,4 +104,18 @@ def test_devices_that_cannot():
     with pytest.raises(ConfigError, match=r"pip install -e"):
         check_float8_on(config, "cuda", (9, 0), "ModuleNotFoundError: No module named 'torchao'")
     config.quantize.linear.float8.emulate = True
+    check_float8_on(config, "cpu", (0, 0), "")
+
+
+def test_devices_that_cannot_have_experts_in_float8():
+    config = Config()
+    config.model.converters = [GROUPED]
+    check_float8_on(config, "cuda", (9, 0), "")
+    check_float8_on(config, "cuda", (9, 0), "ModuleNotFoundError: No module named 'torchao'")
+    found = (("cpu", (0, 0), "a CPU does"), ("cuda", (8, 9), "(8.9) does"), ("cuda", (10, 0), "(10.0) does"))
+    for device, capability, part in found:
+        with pytest.raises(ConfigError, match=r"emulate = true") as caught:
+            check_float8_on(config, device, capability, "")
+        assert f"{part} not have grouped products in float8" in str(caught.value)
+    config.quantize.grouped_mm.float8.emulate = True
     check_float8_on(config, "cpu", (0, 0), "")
