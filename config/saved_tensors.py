@@ -16,11 +16,7 @@ class Numbers:
     """Bytes of a number, and over how many ranks a block's numbers are divided."""
 
     compute: int
-    """In the dtype of compute."""
-    residual: int
-    """Between blocks: autocast leaves embedding, norms and their sums float32, FSDP2 makes them the compute dtype."""
-    autocast: bool
-    """Whether each linear layer casts its own copy of an input that is float32."""
+    """In the dtype of compute, between blocks too."""
     tensor: int = 1
     """Tensor-parallel ranks; between blocks they hold shares of the sequence."""
 
@@ -60,18 +56,13 @@ def block(shape: ModelShape, numbers: Numbers, kernels: Kernels, *, with_experts
     c, t = numbers.compute, numbers.tensor
     d, heads = shape.dim, shape.n_heads / t
     q, kv = heads * shape.head_dim, shape.n_kv_heads * shape.head_dim / t
-    boundary = numbers.residual * d / t
-    copies = (
-        3 if numbers.autocast and c != numbers.residual else 1
-    )  # of one normalised input, for queries, keys, values
-    normed = copies * c * d
+    boundary, normed = c * d / t, c * d
     kernel = c * (2 * q + 2 * kv) + 4 * heads  # q, k, v, output and one float32 a head
     scores = 6 * heads * kernels.scores
     scales = 4 * 2 + (4 * (heads + shape.n_kv_heads / t) if shape.qk_norm else 0)  # one float32 a norm
     norms = c * (q + kv) if shape.qk_norm else 0
-    wide_norms = 8 * (q + kv) if shape.qk_norm and numbers.autocast else norms  # bfloat16 by float32 runs in parts
     product = c * d  # the output projection's result, which the norm after it reads again
-    eager = boundary + normed + kernel + scores + wide_norms + scales + boundary
+    eager = boundary + normed + kernel + scores + norms + scales + boundary
     compiled = boundary + kernel + scores + norms + scales + product / t + (2 * c * d if kernels.opaque_norm else 0)
     operators = boundary + c * (2 * q + kv) + 4 * heads + scores  # results of wq and wv, and of attention
     working = 2 * boundary + c * (2 * q + 2 * kv) + 2 * scores
@@ -80,7 +71,7 @@ def block(shape: ModelShape, numbers: Numbers, kernels: Kernels, *, with_experts
         assert shape.moe is not None
         widths = [shape.moe.shared_dim / t] if shape.moe.shared_dim else []
     for h in widths:
-        eager += (2 if copies > 1 else 1) * c * d + (3 if kernels.opaque_swiglu else 4) * c * h
+        eager += c * d + (3 if kernels.opaque_swiglu else 4) * c * h
         compiled += (3 if kernels.opaque_swiglu else 2) * c * h
         operators += c * h + product / t  # results of w1 and w2
         working += 3 * c * h

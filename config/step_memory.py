@@ -113,7 +113,7 @@ class Rank:
     @property
     def numbers(self) -> Numbers:
         compute = 2 if self.config.training.mixed_precision_param == "bfloat16" else 4
-        return Numbers(compute, compute if self.sharded else 4, not self.sharded and compute == 2, self.degrees["tp"])
+        return Numbers(compute, self.degrees["tp"])
 
     @property
     def tokens(self) -> int:
@@ -176,7 +176,7 @@ class Rank:
     def _casts(self, places: list[int]) -> Part:
         """Weights in the compute dtype, which a forward pass under autocast leaves behind: without a compiler all of
         them, checkpointed or not, as autocast's cache lives as long as the pass."""
-        if not self.numbers.autocast:
+        if self.sharded or self.numbers.compute != 2:
             return Part("weights in bfloat16", 0)
         layers = self._layers()
         counts = [self._matrices(layer) for layer in layers]
@@ -246,7 +246,7 @@ class Rank:
             chunk=section.columns_per_chunk if implementation == "vocab_chunked" else section.rows_per_chunk,
             compiled=compiles(self.config, "loss") and self.config.compile.backend == "inductor",
         )
-        return (Part("activations", self.tokens * self.shape.dim * (2 * n.residual + c)), Part("loss", size, "loss"))
+        return (Part("activations", self.tokens * self.shape.dim * 3 * c), Part("loss", size, "loss"))
 
     def _update(self, held: Memory) -> int:
         """What the optimizer's step takes for itself."""

@@ -14,6 +14,7 @@ from model.attention_blocks import BlockKernel
 from model.attention_flash import FlashAttention2, FlashAttention4
 from model.attention_flex import Flex
 from model.attention_sdpa import SDPA, SDPACuDNN, SDPAFlash, SDPAMath
+from model.compute_dtype import RMSNorm
 from model.rope import rotate
 
 
@@ -88,8 +89,8 @@ class Attention(nn.Module):
         whole = shape.qk_norm_scope == "projection"  # one norm over all heads (OLMoE), instead of one a head (Qwen3)
         q_width = shape.n_heads * shape.head_dim if whole else shape.head_dim
         k_width = shape.n_kv_heads * shape.head_dim if whole else shape.head_dim
-        self.q_norm = nn.RMSNorm(q_width, eps=shape.norm_eps) if shape.qk_norm else None
-        self.k_norm = nn.RMSNorm(k_width, eps=shape.norm_eps) if shape.qk_norm else None
+        self.q_norm = RMSNorm(q_width, eps=shape.norm_eps) if shape.qk_norm else None
+        self.k_norm = RMSNorm(k_width, eps=shape.norm_eps) if shape.qk_norm else None
         self.norm_whole = whole
         self.rotate = rotate
 

@@ -259,7 +259,6 @@ class Flash:
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Documents | None) -> torch.Tensor:
         forward = getattr(getattr(torch.ops, NAMESPACE), f"{self.name}_forward")
-        q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast a norm makes them float32
         if mask is None:
             return forward(q, k, v, None, 0, True)[0]
         out, _ = forward(*(x.flatten(0, 1) for x in (q, k, v)), mask.bounds, mask.longest, True)

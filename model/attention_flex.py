@@ -85,5 +85,5 @@ class Flex:
         if mask is None:
             mask = causal_block_mask(q.shape[1], q.device)
         kernel = flex_attention if not q.is_cuda or torch.compiler.is_compiling() else _compiled()
-        q, k, v = (x.to(v.dtype).transpose(1, 2) for x in (q, k, v))  # under autocast a norm makes q and k float32
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return kernel(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)

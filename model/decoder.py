@@ -14,6 +14,7 @@ from config.flavors import ModelShape
 from config.schema import Moe
 from model.attention import Attention, AttentionBackend
 from model.balance import Observation, balances
+from model.compute_dtype import RMSNorm, compute_dtype
 from model.feed_forward import FeedForward
 from model.head import Head
 from model.loss import HeadLoss
@@ -28,8 +29,8 @@ class Block(nn.Module):
         super().__init__()
         self.attention = Attention(shape, backend)
         self.feed_forward = FeedForward(shape.dim, shape.hidden_dim)
-        self.attention_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
-        self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+        self.attention_norm = RMSNorm(shape.dim, eps=shape.norm_eps)
+        self.ffn_norm = RMSNorm(shape.dim, eps=shape.norm_eps)
 
     def forward(self, x: torch.Tensor, rope: torch.Tensor, mask: Any) -> torch.Tensor:
         """(B, S, dim) -> (B, S, dim)."""
@@ -44,8 +45,8 @@ class MoEBlock(nn.Module):
         super().__init__()
         self.attention = Attention(shape, backend)
         self.moe = MoE(shape, moe, noise_seed, layer)
-        self.attention_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
-        self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+        self.attention_norm = RMSNorm(shape.dim, eps=shape.norm_eps)
+        self.ffn_norm = RMSNorm(shape.dim, eps=shape.norm_eps)
 
     def forward(
         self,
@@ -97,7 +98,7 @@ class Decoder(nn.Module):
             )
         self.on_observation: Callable[[str, Observation], None] | None = None
         self.counting_pass = False
-        self.norm: nn.RMSNorm | None = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+        self.norm: RMSNorm | None = RMSNorm(shape.dim, eps=shape.norm_eps)
         self.output: Head | None = Head(shape.dim, shape.vocab_size, loss)
         self.tie_weights()
         self.register_buffer("rope", torch.empty(max_positions, 2, shape.head_dim // 2), persistent=False)
@@ -161,7 +162,10 @@ class Decoder(nn.Module):
         """
         rope = self.rope[: tokens.shape[1]] if positions is None else self.rope[positions]
         mask = self.backend.prepare(document_ids, document_starts, tokens)
-        x = self.tok_embeddings(tokens) if hidden is None else hidden  # type: ignore[misc]  # the first part has it
+        if hidden is None:
+            assert self.tok_embeddings is not None, "the first part has the embedding"
+            hidden = self.tok_embeddings(tokens)
+        x = hidden.to(compute_dtype(hidden))
         for name, block in self.layers.items():
             if self.shape.moe is None or not self.shape.moe.has_experts(int(name)):
                 x = block(x, rope, mask)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from config.schema import Moe
+from model.compute_dtype import compute_dtype
 from model.experts_grouped import grouped_experts
 from model.experts_quack import quack_experts
 
@@ -85,8 +86,6 @@ class Experts(nn.Module):
             weights: float32 (T, slots).
             max_rows: at most so many assignments go somewhere. None: all of them may.
         """
-        device = x.device.type
-        # autograd functions see no autocast: choose the compute dtype here, as a Linear would.
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        dtype = compute_dtype(x)  # autograd functions see no autocast
         w13, w2 = self.w13.to(dtype), self.w2.to(dtype)
         return self.compute(x.to(dtype), experts, weights, w13, w2, max_rows)

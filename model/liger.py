@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from model.attention import Attention
+from model.compute_dtype import RMSNorm
 from model.feed_forward import FeedForward
 
 NAMESPACE = "ablation_trainer"
 
 
-class LigerRMSNorm(nn.RMSNorm):
+class LigerRMSNorm(RMSNorm):
     """RMSNorm, computed in float32 and rounded once as torch's kernel does (Liger's casting mode "gemma").
 
     ``compute`` is what tensor parallelism wraps: it is given whole rows and the whole weight.
@@ -54,7 +55,7 @@ def use_liger(model: nn.Module, *, rms_norm: bool = False, rope: bool = False, s
         if swiglu and isinstance(parent, FeedForward):
             parent.gated = gated
         for name, child in list(parent.named_children()):
-            if rms_norm and type(child) is nn.RMSNorm:
+            if rms_norm and type(child) is RMSNorm:
                 setattr(parent, name, LigerRMSNorm(child.normalized_shape[0], child.eps))
 
 

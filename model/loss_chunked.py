@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from model.compute_dtype import compute_dtype
 from model.loss import IGNORE, Compiler, HeadLoss, combined, logits_gradient, partial_softmax, wide
 
 Parts = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -130,12 +131,6 @@ class _VocabularyChunked(torch.autograd.Function):
             del g
             rows, place = rows + len(w), place + len(w)
         return by_hidden.to(hidden.dtype), by_weight, None, None, None
-
-
-def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype that a linear layer would compute in here: autograd functions see no autocast."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

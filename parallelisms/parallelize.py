@@ -146,8 +146,6 @@ def hidden_states(mesh: Mesh, config: Config, dim: int) -> torch.Tensor:
     naive = section.pipeline_parallel_schedule == "naive"
     rows = training.local_batch_size if naive else section.pipeline_parallel_microbatch_size
     dtype = DTYPES[training.mixed_precision_param]
-    if dtype == torch.bfloat16 and not mesh.sharded:
-        dtype = torch.float32  # autocast leaves embeddings, norms and the sums between blocks as they are
     return torch.empty(
         rows, training.seq_len // (mesh.cp * mesh.tp), dim, dtype=dtype, device="meta", requires_grad=True
     )

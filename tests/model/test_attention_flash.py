@@ -79,13 +79,6 @@ def test_deterministic_algorithms_reach_the_package(called, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_norms_in_float32_under_autocast_are_cast_to_the_values_dtype(called, name):
-    q, k, v = (x.detach() for x in inputs())
-    out = attention_backend(name)(q, k, v.bfloat16(), None)
-    assert out.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("documents", [False, True])
 def test_compiled_is_one_graph_with_equal_gradients(called, name, documents):
     backend = attention_backend(name)
