@@ -32,7 +32,7 @@ def build_data(config: Config, *, dp_rank: int, dp_degree: int, pin_memory: bool
         ConfigError: data that is missing, empty, unreadable or does not fit the model, before anything is written.
 
     The first call for a corpus trains its BPE and tokenises it into ``data.cache_dir``; the ranks of a machine wait for
-    the one that does. Later calls hash the files and map the result into memory.
+    the one that does. Later calls hash the files that have changed and map the result into memory.
     """
     training = config.training
     global_batch_size = training.global_batch_size

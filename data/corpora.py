@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import ast
-import hashlib
 import os
 import sysconfig
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from config.errors import ConfigError
 from data.documents import Document, digest
+from data.file_hashes import content_hashes
 from data.text_files import SUFFIXES, read_text_file
 
 ROOT_SUFFIXES = (".py", ".md", ".rst", ".txt")
@@ -39,18 +38,18 @@ class PythonCorpus:
         self.library = Path(sysconfig.get_path("stdlib"))
         self.folders: list[tuple[str, Path]] = []
         for root in self.roots:
-            path = Path(sysconfig.get_path("purelib") if root == "site-packages" else root).expanduser()
+            path = Path(sysconfig.get_path("purelib") if root == "site-packages" else root).expanduser().absolute()
             if not path.is_dir():
                 raise ConfigError(f'data.roots: {root!r} is not a folder; name an existing folder or "site-packages"')
             self.folders.append((path.resolve().name, path))
 
-    def fingerprint(self) -> str:
-        files = list(self._files())
-        return digest("python", list(zip([name for name, _ in files], _content_hashes(files), strict=True)))
+    def fingerprint(self, cache: Path | None = None) -> str:
+        places = [str(self.library), *(str(root) for _, root in self.folders)]
+        return digest("python", _named_hashes(list(self._files()), cache, places))
 
     def documents(self) -> Iterator[Document]:
         for name, path in self._files():
-            text = _decode_or_none(path.read_bytes())
+            text = _decode_or_none(Path(path).read_bytes())
             if text is None:
                 continue
             if name == TOPICS:
@@ -58,14 +57,15 @@ class PythonCorpus:
             elif text.strip():
                 yield Document(name, text)
 
-    def _files(self) -> Iterator[tuple[str, Path]]:
-        for path in _walk(self.library, SKIPPED_FOLDERS):
-            if path.suffix == ".py" and not path.name.startswith(SKIPPED_PREFIXES):
-                yield path.relative_to(self.library).as_posix(), path
+    def _files(self) -> Iterator[tuple[str, str]]:
+        for name, path in _walk(self.library, SKIPPED_FOLDERS):
+            stem, suffix = os.path.splitext(os.path.basename(name))
+            if suffix == ".py" and not stem.startswith(SKIPPED_PREFIXES):
+                yield name, path
         for label, root in self.folders:
-            for path in _walk(root, set()):
-                if path.suffix in ROOT_SUFFIXES:
-                    yield f"{label}/{path.relative_to(root).as_posix()}", path
+            for name, path in _walk(root, set()):
+                if os.path.splitext(name)[1] in ROOT_SUFFIXES:
+                    yield f"{label}/{name}", path
 
 
 @dataclass
@@ -80,53 +80,41 @@ class TextCorpus:
     def __post_init__(self) -> None:
         if not self.path:
             raise ConfigError('data.path is empty; data.corpus = "text" needs the file or folder to train on')
-        root = Path(self.path).expanduser()
+        root = Path(self.path).expanduser().absolute()
         if not root.exists():
             raise ConfigError(f"data.path = {self.path!r}: no such file or folder")
-        self.files: list[tuple[str, Path]] = []
+        self.place = str(root)
         if root.is_file():
-            self.files = [(root.name, root)]
+            self.files = [(root.name, str(root))]
         else:
-            for path in _walk(root, set()):
-                if path.name.endswith(SUFFIXES):
-                    self.files.append((path.relative_to(root).as_posix(), path))
-        if not self.files or not self.files[0][1].name.endswith(SUFFIXES):
+            self.files = _walk(root, set())
+        self.files = [(name, path) for name, path in self.files if name.endswith(SUFFIXES)]
+        if not self.files:
             raise ConfigError(f"data.path = {self.path!r} holds none of the formats {', '.join(SUFFIXES)}")
 
-    def fingerprint(self) -> str:
-        names = [name for name, _ in self.files]
-        return digest("text", self.text_field, list(zip(names, _content_hashes(self.files), strict=True)))
+    def fingerprint(self, cache: Path | None = None) -> str:
+        return digest("text", self.text_field, _named_hashes(self.files, cache, [self.place]))
 
     def documents(self) -> Iterator[Document]:
         for name, path in self.files:
-            yield from read_text_file(name, path, self.text_field)
+            yield from read_text_file(name, Path(path), self.text_field)
 
 
-def _walk(root: Path, skipped: set[str]) -> list[Path]:
-    """The files below ``root``, sorted by relative path, without bytecode and hidden folders."""
-    found: list[Path] = []
+def _walk(root: Path, skipped: set[str]) -> list[tuple[str, str]]:
+    """(path below ``root``, path) of the files there, sorted by the former, without bytecode and hidden folders."""
+    found: list[tuple[str, str]] = []
+    beginning = len(os.path.join(root, ""))
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [s for s in subfolders if s not in skipped and s != "__pycache__" and not s.startswith(".")]
-        found += [Path(folder, f) for f in files if not f.startswith(".")]
-    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+        inside = os.path.join(folder, "")
+        found += [(inside[beginning:] + f, inside + f) for f in files if not f.startswith(".")]
+    return sorted(found)
 
 
-def _content_hashes(files: list[tuple[str, Path]]) -> list[str]:
-    """Hex sha256 of each file's bytes. Reads them all, so no change is missed: about a second a gigabyte and core.
-
-    Raises:
-        ConfigError: a file that cannot be read, such as a link to nothing.
-    """
-
-    def one(entry: tuple[str, Path]) -> str:
-        try:
-            with open(entry[1], "rb") as stream:
-                return hashlib.file_digest(stream, "sha256").hexdigest()
-        except OSError as error:
-            raise ConfigError(f"{entry[1]}: cannot be read: {error.strerror}; repair or remove it") from None
-
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        return list(pool.map(one, files))
+def _named_hashes(files: list[tuple[str, str]], cache: Path | None, places: list[str]) -> list[tuple[str, str]]:
+    """Name and hex sha256 of each file, remembered in one file of ``cache`` for the files below ``places``."""
+    index = None if cache is None else cache / f"{digest('hashes', places)}.json"
+    return list(zip([name for name, _ in files], content_hashes([path for _, path in files], index), strict=True))
 
 
 def _decode_or_none(data: bytes) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from config.errors import ConfigError
@@ -24,8 +25,12 @@ class Corpus(Protocol):
     key: str
     """The configuration key that names it, for messages."""
 
-    def fingerprint(self) -> str:
-        """Hex sha256 over everything that decides the documents: options, file names and file contents."""
+    def fingerprint(self, cache: Path | None = None) -> str:
+        """Hex sha256 over everything that decides the documents: options, file names and file contents.
+
+        Args:
+            cache: folder that remembers the hashes of unchanged files (data/file_hashes.py); None: every file is read.
+        """
         ...
 
     def documents(self) -> Iterator[Document]:

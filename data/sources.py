@@ -10,6 +10,7 @@ import numpy as np
 
 from config.errors import ConfigError
 from config.schema import Data
+from data.cache import cache_root
 from data.corpora import PythonCorpus, TextCorpus
 from data.documents import Corpus, holdout_threshold
 from data.stream import StreamCorpus
@@ -84,7 +85,8 @@ def open_sources(data: Data) -> list[Source]:
         ConfigError: a path or data set that is missing or empty.
     """
     tables = _mixture(data) if data.corpus == "mixture" else [(_corpus(data), 1.0)]
-    return [Source(corpus, weight, corpus.fingerprint()) for corpus, weight in tables]
+    hashes = cache_root(data.cache_dir) / "hashes"
+    return [Source(corpus, weight, corpus.fingerprint(hashes)) for corpus, weight in tables]
 
 
 def _corpus(data: Data) -> Corpus:

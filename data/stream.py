@@ -59,9 +59,10 @@ class StreamCorpus:
             )
         )
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, cache: Path | None = None) -> str:
         """Hash of the name, the first window of documents, and the files: names and sizes of a local folder, or what
-        datasets knows of the revision of a hub data set. The rest of a stream's content is not read for it."""
+        datasets knows of the revision of a hub data set. The rest of a stream's content is not read for it, and nothing
+        is remembered in ``cache``."""
         import datasets
 
         if self.folder is not None:
