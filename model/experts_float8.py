@@ -26,17 +26,15 @@ from torch import nn
 from config.precision import in_float8_experts
 from config.schema import Config
 from model.experts import Experts
-from model.experts_grouped import fused_gather_sum
-from model.float8_casts import cast_columns, cast_matrices, cast_rows, cast_swiglu, cast_swiglu_backward, cast_tokens
+from model.float8_casts import Cast, cast_columns, cast_matrices, cast_rows, cast_swiglu, cast_swiglu_backward
 from model.grouped_products import grouped_mm, scaled_grouped_mm
-from model.permute import gather_sum, plan_padded_rows
+from model.permute import plan_padded_rows
+from model.row_ops import combine, gather_rows, gather_sum
 
 logger = logging.getLogger(__name__)
 
 MULTIPLE = 16
 """Rows of an expert: 16 bytes of float8, what a kernel's loads are aligned to where the sum runs over rows."""
-_Cast = tuple[torch.Tensor, torch.Tensor]
-"""float8 numbers and the inverse scales of their rows."""
 
 
 class _Float8Experts(torch.autograd.Function):
@@ -56,45 +54,50 @@ class _Float8Experts(torch.autograd.Function):
         matrices_in_float8: bool,
         emulate: bool,
     ) -> torch.Tensor:
-        def product(a: _Cast, b: _Cast) -> torch.Tensor:
+        def product(a: Cast, b: Cast) -> torch.Tensor:
             return scaled_grouped_mm(*a, *_turned(b), ends, dtype=x.dtype, emulate=emulate)
 
-        h = product(cast_tokens(x, token), cast_matrices(w13))  # (R, 2 hidden)
-        y = product(cast_swiglu(h), cast_rows(w2))  # (R, dim)
+        h = product(cast_rows(x, token), cast_matrices(w13))  # (R, 2 hidden)
+        y = product(cast_swiglu(h), _cast_matrix_rows(w2))  # (R, dim)
         ctx.save_for_backward(x, weights, w13, w2, token, slot, row, ends, h)
         ctx.matrices_in_float8, ctx.emulate = matrices_in_float8, emulate
-        return fused_gather_sum(y, row, weights)
+        return combine(y, weights, token, slot, row)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weights, w13, w2, token, slot, row, ends, h = ctx.saved_tensors
 
-        def product(a: _Cast, b: _Cast, fast: bool = True) -> torch.Tensor:
+        def product(a: Cast, b: Cast, fast: bool = True) -> torch.Tensor:
             return scaled_grouped_mm(*a, *_turned(b), ends, dtype=x.dtype, emulate=ctx.emulate, fast=fast)
 
         def of_matrix(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
             """Gradient of a matrix: a^T b in each expert, of tokens' rows with rows."""
             if ctx.matrices_in_float8:
                 # The one sum without a bound, the rows of an expert: not in 14 bits.
-                return product(cast_columns(a, ends, token), cast_columns(b, ends), fast=False)
-            return grouped_mm(a[token.clamp(max=len(a) - 1)].t(), b, ends)
+                return product(cast_columns(a, ends, token), cast_columns(b, ends, None), fast=False)
+            return grouped_mm(gather_rows(a, token.clamp(max=a.shape[0] - 1), row).t(), b, ends)
 
-        weight = F.pad(weights.flatten(), (0, 1))[slot]
-        by_active = product(cast_tokens(grad, token), cast_matrices(w2))  # (R, hidden), W2^T g
-        d_h, active, d_weight, *d_h8 = cast_swiglu_backward(h, by_active, weight)
+        by_active = product(cast_rows(grad, token), cast_matrices(w2))  # (R, hidden), W2^T g
+        padded = F.pad(weights.flatten(), (0, 1))[:, None]  # a weight 0 for the slot of padding
+        d_h, active, d_padded, *d_h8 = cast_swiglu_backward(h, by_active, padded, slot, ends)
         del by_active
         d_w2 = of_matrix(grad, active)  # (E, dim, hidden)
         del active
         d_w13 = of_matrix(x, d_h)  # (E, dim, 2 hidden)
         del d_h
-        d_x = fused_gather_sum(product((d_h8[0], d_h8[1]), cast_rows(w13)), row)
-        d_weights = gather_sum(d_weight[:, None], row.flatten()[:, None]).view_as(weights)
-        return d_x, d_weights.to(weights.dtype), d_w13, d_w2, *[None] * 6
+        d_x = gather_sum(product((d_h8[0], d_h8[1]), _cast_matrix_rows(w13)), token, row)
+        return d_x, d_padded[:-1].view_as(weights), d_w13, d_w2, *[None] * 6
 
 
-def _turned(cast: _Cast) -> _Cast:
-    """The right operand, whose columns lie in memory as rows."""
-    return cast[0].transpose(-2, -1), cast[1]
+def _turned(found: Cast) -> Cast:
+    """The right operand of a product, whose columns lie in memory as rows."""
+    return found[0].transpose(-2, -1), found[1]
+
+
+def _cast_matrix_rows(w: torch.Tensor) -> Cast:
+    """One scale a row of each matrix: (E, N, K) -> float8 (E, N, K), inverse scales (E, N)."""
+    numbers, inverse = cast_rows(w.flatten(0, 1), None)
+    return numbers.view_as(w), inverse.view(w.shape[:2])
 
 
 def float8_experts(
