@@ -4,15 +4,19 @@ Tolerances are relative to the largest value, and a test holds each method's err
 process (published implementations were wrong for causal = False and for float32, with tolerances above the values).
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from model.attention_blocks import ReferenceBlocks
+from model.attention_flex import Flex
 from parallelisms.allgather_attention import allgather_attention
-from parallelisms.block_attention import KERNELS
+from parallelisms.block_attention import KERNELS, Merged
 from parallelisms.context_layout import Layout
+from parallelisms.context_parallel import Ulysses
 from parallelisms.ring_attention import ring_attention
 from parallelisms.ulysses_attention import heads_for_sequence, sequence_for_heads
 from tests import ranks
@@ -129,3 +133,22 @@ def test_ranks_attend_as_one_process_does(n, kv_heads):
 @pytest.mark.parametrize("n", [2, 4])
 def test_any_number_of_key_heads_in_any_dtype(n):
     check(n, (4, 2, 1), tuple(BOUNDS))
+
+
+def test_many_blocks_are_rounded_once():
+    """Summed in bfloat16, the error would grow with their number."""
+    generator = torch.Generator().manual_seed(2)
+    outs = torch.randn(64, B, S, H, D, generator=generator).bfloat16()
+    lses = torch.randn(64, B, H, S, generator=generator)
+    merged = Merged(outs[0])
+    for out, lse in zip(outs, lses, strict=True):
+        merged.add(out, lse, slice(0, S))
+    found, lse = merged.result()
+    shares = lses.double().softmax(0).transpose(2, 3).unsqueeze(-1)
+    assert found.dtype == torch.bfloat16 and relative(found, (shares * outs).sum(0)) < 2**-8
+    assert relative(lse, lses.double().logsumexp(0)) < 1e-6
+
+
+def test_ulysses_prepares_its_kernel_for_whole_sequences():
+    mask = Ulysses(Flex(), SimpleNamespace(size=lambda: 4)).prepare(None, None, torch.zeros(2, 8, dtype=torch.int64))
+    assert mask.seq_lengths == (32, 32)

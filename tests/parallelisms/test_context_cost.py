@@ -23,7 +23,7 @@ from tests import fingerprint, ranks
 B, S, H, KV, D = 1, 64, 4, 4, 16
 OPERATORS = {"ring": ring_attention, "allgather": allgather_attention}
 KV_BYTES = 2 * B * S * KV * D * 4
-"""Keys and values of whole sequences."""
+"""Keys and values of whole sequences, in float32."""
 
 
 class Live(TorchDispatchMode):
@@ -77,12 +77,12 @@ class Unseen(ReferenceBlocks):
             return super().backward(*arguments)
 
 
-def cost(method: str, layout: str) -> dict[str, Any]:
+def cost(method: str, layout: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Of attention forward and backward on this rank."""
     n, rank = dist.get_world_size(), dist.get_rank()
     group = init_device_mesh("cpu", (n,)).get_group()
     KERNELS["unseen"] = Unseen(live := Live())
-    q, k, v, dout = (torch.randn(B, S // n, h, D) for h in (H, KV, KV, H))
+    q, k, v, dout = (torch.randn(B, S // n, h, D, dtype=dtype) for h in (H, KV, KV, H))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     arguments = (*leaves, None, True, layout, "unseen", group.group_name)
     with live:
@@ -111,16 +111,17 @@ def test_a_ring_never_makes_a_tensor_of_whole_sequences():
         assert min(r["largest"] for r in ranks.run(n, cost, "allgather", "zigzag")) >= KV_BYTES
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("n", [2, 4])
-def test_what_is_sent(n):
-    """Keys and values n - 1 times in each direction, their gradients n times; float32 here."""
-    block = KV_BYTES // n
-    for found in ranks.run(n, cost, "ring", "zigzag"):
-        assert found["traffic"]["send"] == {"calls": 2 * (n - 1) + n, "bytes": (2 * (n - 1) + n) * block}
+def test_what_is_sent(n, dtype):
+    """Keys and values n - 1 times in each direction, in their dtype; their gradients n times, in float32."""
+    block, gradients = KV_BYTES * dtype.itemsize // 4 // n, KV_BYTES // n
+    for found in ranks.run(n, cost, "ring", "zigzag", dtype):
+        assert found["traffic"]["send"] == {"calls": 3 * n - 2, "bytes": 2 * (n - 1) * block + n * gradients}
         assert found["traffic"]["receive"] == found["traffic"]["send"]
-    for found in ranks.run(n, cost, "allgather", "zigzag"):
-        assert found["traffic"]["all_gather"] == {"calls": 2, "bytes": 2 * KV_BYTES}
-        assert found["traffic"]["reduce_scatter"] == {"calls": 1, "bytes": KV_BYTES}
+    for found in ranks.run(n, cost, "allgather", "zigzag", dtype):
+        assert found["traffic"]["all_gather"] == {"calls": 2, "bytes": 2 * n * block}
+        assert found["traffic"]["reduce_scatter"] == {"calls": 1, "bytes": n * gradients}
 
 
 def test_the_next_keys_are_on_their_way_while_a_rank_computes():

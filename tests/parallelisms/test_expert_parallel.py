@@ -74,12 +74,13 @@ class Sent(TorchDispatchMode):
         return out
 
 
-def exchange(kind: str, experts: torch.Tensor) -> int:
+def exchange(kind: str, everyones: list[torch.Tensor]) -> int:
     """Bytes of rows sent out and back by one dispatcher. Its expert e multiplies by e + 1."""
     torch.manual_seed(dist.get_rank())
+    experts = everyones[dist.get_rank()]
     group, x = dist.group.WORLD, torch.randn(len(experts), 16, requires_grad=True)
     dispatcher = DISPATCHERS[kind](group, 8, overlap=False)
-    weights = torch.rand(experts.shape)
+    weights = torch.rand(experts.shape, requires_grad=True)
 
     def local(rows, ids, weights, max_rows):
         first = group.rank() * dispatcher.local
@@ -91,21 +92,26 @@ def exchange(kind: str, experts: torch.Tensor) -> int:
         out, _ = dispatcher(x, experts, weights, None, local)
     expected = x * ((experts + 1) * weights * (experts < 8)).sum(1, keepdim=True)
     torch.testing.assert_close(out, expected)
+    for found, wanted in zip(
+        *(torch.autograd.grad(y.square().sum(), (x, weights)) for y in (out, expected)), strict=True
+    ):
+        torch.testing.assert_close(found, wanted)
     return sent.bytes
 
 
-@pytest.mark.parametrize("nowhere", [False, True], ids=["all", "some nowhere"])
+@pytest.mark.parametrize("nowhere", ["none", "some", "all of a rank"])
 def test_a_token_travels_once_a_rank_or_once_an_expert(nowhere):
     torch.manual_seed(0)
     experts = torch.stack([torch.randperm(8)[:4] for _ in range(64)])
-    if nowhere:
+    if nowhere == "some":
         experts[torch.rand(experts.shape) < 0.3] = 8
         experts[:5] = 8
-    chosen = experts[experts < 8].numel()
-    pairs = sum(len({e // 4 for e in row.tolist() if e < 8}) for row in experts)
-    # Both ranks hold the same choices; rows of 16 floats go out and come back, those that a rank keeps included.
+    everyones = [torch.full_like(experts, 8) if nowhere == "all of a rank" else experts, experts]
+    chosen = sum(experts[experts < 8].numel() for experts in everyones)
+    pairs = sum(len({e // 4 for e in row.tolist() if e < 8}) for experts in everyones for row in experts)
+    # Rows of 16 floats go out and come back, those that a rank keeps included.
     for kind, rows in (("all_to_all", chosen), ("all_to_all_dedup", pairs)):
-        assert sum(ranks.run(2, exchange, kind, experts)) == 2 * 2 * rows * 16 * 4, kind
+        assert sum(ranks.run(2, exchange, kind, everyones)) == 2 * rows * 16 * 4, kind
     assert pairs < 0.7 * chosen
 
 
@@ -275,19 +281,23 @@ def traffic_of_a_step(config) -> tuple[dict, dict[str, float], torch.Tensor]:
     return traffic, values | traffic_tags(traffic), step.experts.loads
 
 
-@pytest.mark.parametrize("recomputed", [{}, FULL], ids=["kept", "recomputed"])
-def test_rows_and_loads_of_ranks_are_reported(recomputed):
-    # One micro-batch a step, so that the latest one is the whole of it.
-    config = sparse(**EP2, **FLOAT32, **recomputed, training__global_batch_size=4)
+@pytest.mark.parametrize(
+    ("layout", "rows"),
+    [(EP2, 128), (EP2 | FULL, 128), (TP2 | EP2, 64)],
+    ids=["kept", "recomputed", "each a share of the same tokens"],
+)
+def test_rows_and_loads_of_ranks_are_reported(layout, rows):
+    # One micro-batch a step, so that the latest one is the whole of it: 32 tokens a sequence and 2 choices a token.
+    config = sparse(**layout, **FLOAT32, training__global_batch_size=rows // 32)
     (traffic, values, loads), (other, _, _) = ranks.run(2, traffic_of_a_step, config)
     assert traffic == other
     for layer in range(2):
         sent, received = traffic["sent"][layer], traffic["received"][layer]
         assert sent == received[::-1] and min(sent) > 0
-        # 2 sequences of 32 tokens and 2 choices a rank; what arrives and what stays is the load of the rank's experts.
+        # What arrives and what stays is the load of the rank's experts.
         of_rank = int(loads[layer, :2].sum())
-        assert received[0] + (128 - sent[0]) == of_rank
+        assert received[0] + (rows - sent[0]) == of_rank
     busiest = max(float(loads.unflatten(1, (2, 2)).sum(-1).amax(1)[layer]) for layer in range(2))
-    assert values["moe/device_max_violation"] == pytest.approx(busiest / 128 - 1)
+    assert values["moe/device_max_violation"] == pytest.approx(busiest / rows - 1)
     assert values["moe/rows_sent"] == sum(map(sum, traffic["sent"])) / 4
     assert values["moe/rows_received_max"] == max(map(max, traffic["received"]))
