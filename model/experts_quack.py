@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from config.errors import ConfigError
-from model.experts_grouped import fused_gather_sum
-from model.permute import gather_sum, plan_rows
+from model.permute import plan_rows
+from model.row_ops import combine, gather_sum
+from model.row_reference import gather_sum as sum_numbers
 
 
 def _kernels() -> Any:
@@ -45,7 +46,7 @@ class _QuackExperts(torch.autograd.Function):
         h, active = kernels.gemm_act(x, w13, activation="swiglu", cu_seqlens_m=bounds, A_idx=token, tuned=False)
         y = kernels.gemm(active, w2.transpose(-2, -1), cu_seqlens_m=bounds, tuned=False)  # (R, dim)
         ctx.save_for_backward(x, weights, w13, w2, token, slot, row, bounds, h)
-        return fused_gather_sum(y, row, weights)
+        return combine(y, weights, token, slot, row)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -67,8 +68,8 @@ class _QuackExperts(torch.autograd.Function):
         empty = (torch.diff(bounds) == 0)[:, None, None]
         for gradient in (d_w2, d_w13):
             gradient.masked_fill_(empty, 0.0)
-        d_x = fused_gather_sum(kernels.gemm(d_h, w13.transpose(-2, -1), cu_seqlens_m=bounds, tuned=False), row)
-        d_weights = gather_sum(d_weight.float().view(-1, 1), row.flatten()[:, None]).view_as(weights)
+        d_x = gather_sum(kernels.gemm(d_h, w13.transpose(-2, -1), cu_seqlens_m=bounds, tuned=False), token, row)
+        d_weights = sum_numbers(d_weight.float().view(-1, 1), row.flatten()[:, None]).view_as(weights)
         return d_x, d_weights, d_w13, d_w2, None, None, None, None
 
 

@@ -35,3 +35,27 @@ def plan_rows(experts: torch.Tensor, num_experts: int, max_rows: int | None = No
     row = torch.where(flat < num_experts, row, rows).view_as(experts)
     slot = slot[:rows]
     return Plan(slot // experts.shape[1], slot, row, ends.to(torch.int32))
+
+
+def plan_padded_rows(experts: torch.Tensor, num_experts: int, max_rows: int | None, multiple: int) -> Plan:
+    """:func:`plan_rows` with the rows of every expert, also of one without any, padded to a multiple of ``multiple``.
+
+    The number of rows is the most that there may be, a multiple too; those past ``ends`` are padding as well.
+    """
+    plan = plan_rows(experts, num_experts, max_rows)
+    ends = plan.ends.long()
+    counts = torch.diff(ends, prepend=ends.new_zeros(1))
+    padded = ((counts + multiple - 1) // multiple).clamp(min=1) * multiple
+    padded_ends = padded.cumsum(0)
+    rows = (-(-len(plan.token) // multiple) + num_experts) * multiple
+    number = torch.arange(rows, device=experts.device)
+    expert = torch.searchsorted(padded_ends, number, right=True)
+    last = expert.clamp(max=num_experts - 1)
+    place = number - (padded_ends - padded)[last]
+    real = (expert < num_experts) & (place < counts[last])
+    found = torch.where(real, (ends - counts)[last] + place, 0)
+    nowhere = experts.new_full((1,), len(experts)), experts.new_full((1,), experts.numel())
+    token, slot = (torch.where(real, F.pad(x, (0, 1))[found], none) for x, none in zip(plan[:2], nowhere, strict=True))
+    shift = F.pad((padded_ends - padded) - (ends - counts), (0, 1))[experts]
+    row = torch.where(experts < num_experts, plan.row + shift, rows)
+    return Plan(token, slot, row, padded_ends.to(torch.int32))
