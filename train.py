@@ -46,8 +46,9 @@ from model.experts_float8 import use_float8_experts
 from model.initial_weights import draw, initial_value
 from model.liger import use_liger
 from model.loss_choice import loss_of
+from model.row_ops import choose_row_kernels
 from parallelisms import process_group
-from parallelisms.data_parallel import set_gradient_sync
+from parallelisms.accumulation import between_micro_batches
 from parallelisms.expert_traffic import expert_traffic, traffic_tags
 from parallelisms.float8 import check_float8, plain_weight, precompute_scales
 from parallelisms.gradient_norm import clip_grad_norm
@@ -89,6 +90,8 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> Decoder:
     It is described on the meta device first, so no rank ever holds a whole copy that it does not keep.
     """
     shape = resolve_shape(config.model, config.moe)
+    if shape.moe is not None:
+        choose_row_kernels(config.moe.row_kernels, device.type)
     with torch.device("meta"):
         model = Decoder(
             shape,

@@ -45,6 +45,8 @@ class Moe:
     """Dtype of the router's product and scores."""
     experts: Literal["grouped_mm", "loop", "quack"] = "grouped_mm"
     """Expert kernels. loop: the readable reference. quack: CuTe DSL on Hopper. Same results."""
+    row_kernels: Literal["auto", "triton", "torch"] = "auto"
+    """What moves rows to experts and back on a GPU. torch: the readable functions, compiled. auto: triton if there."""
     dispatcher: Literal["all_to_all", "all_to_all_dedup"] = "all_to_all"
     """How tokens reach experts on other ranks. all_to_all: once an expert. all_to_all_dedup: once a rank."""
     comm_overlap: Literal["none", "shared_expert"] = "none"
