@@ -1,7 +1,9 @@
 """What pipelines do beside gradients: passes and messages are counted, losses and metrics reach rank 0."""
 
+import contextlib
 import copy
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from config.schema import Config
 from config.world import mesh_degrees
 from data.build import build_data
 from parallelisms.mesh import Mesh
+from parallelisms.pipeline_stage import BusyTime
 from tests import ranks
 from tests.fingerprint import Traffic, axes_of
 from tests.parallelisms.test_parity_data import tiny
@@ -20,6 +23,17 @@ from trainer.loss_watch import LossWatch, NonFiniteLoss
 from trainer.validation import validate
 
 VALIDATED = {"validation__enable": True, "validation__steps": 4, "validation__local_batch_size": 3}
+
+
+def timed(seen: list[str]) -> contextlib.AbstractContextManager:
+    """Within it, the first letter of each pass of a stage whose time is measured goes to ``seen``."""
+    measured = BusyTime.measured
+
+    def noted(self, name: str, detail: str):
+        seen.append(name[0])
+        return measured(self, name, detail)
+
+    return mock.patch.object(BusyTime, "measured", noted)
 
 
 def observe(config: Config, poison: bool = False) -> dict:
@@ -43,7 +57,8 @@ def observe(config: Config, poison: bool = False) -> dict:
     if poison and mesh.pp_rank == 0:
         with torch.no_grad():
             next(p for p in model.parameters() if p.ndim == 1)[0] = math.nan
-    with Traffic(axes_of(mesh) if world > 1 else {}) as traffic:
+    passes: list[str] = []
+    with Traffic(axes_of(mesh) if world > 1 else {}) as traffic, timed(passes):
         result = step(pipeline.train.next_step())
     try:
         loss, error = watch.latest()[0], ""
@@ -56,6 +71,7 @@ def observe(config: Config, poison: bool = False) -> dict:
         "error": error,
         "norm": float(result.grad_norm),
         "report": step.passes.report(),
+        "passes": "".join(passes),
     }
     if config.validation.enable:
         with Traffic(axes_of(mesh) if world > 1 else {}) as traffic:
@@ -100,17 +116,26 @@ def test_full_checkpointing_adds_one_forward_a_layer():
             assert n == (16 if "attention_norm" in name else 8), name
 
 
-# Of 8 micro-batches of 1 x 32 tokens x 32 float32 each; a V passes its middle on without a message.
-MESSAGES = {"naive": (4, 2), "GPipe": (8, 1), "1F1B": (8, 1), "Interleaved1F1B": (24, 1), "ZBVZeroBubble": (16, 1)}
+# Messages and rows in each, for 8 micro-batches of 1 x 32 tokens x 32 float32 each; passes of both ranks, forward and
+# backward, or how many. A V passes its middle on without a message, and its backward pass is two.
+MESSAGES = {
+    "naive": (4, 2, ["fb" * 4, "fb" * 4]),
+    "GPipe": (8, 1, ["f" * 8 + "b" * 8] * 2),
+    "1F1B": (8, 1, ["ff" + "bf" * 6 + "bb", "fb" * 8]),
+    "Interleaved1F1B": (24, 1, [32, 32]),
+    "ZBVZeroBubble": (16, 1, [48, 48]),
+}
 
 
 @pytest.mark.parametrize("schedule", MESSAGES)
-def test_messages_and_bytes_of_a_step(schedule):
-    count, rows = MESSAGES[schedule]
+def test_messages_bytes_and_passes_of_a_step(schedule):
+    count, rows, passes = MESSAGES[schedule]
     first, last = seen(2, tiny(**LAYERS | VALIDATED | pp(schedule)))
     expected = {"calls": count, "bytes": count * rows * 32 * 32 * 4}
     for rank in (first, last):
         assert rank["traffic"]["pp"]["send"] == rank["traffic"]["pp"]["receive"] == expected
+    for rank, expected in zip((first, last), passes, strict=True):
+        assert expected in (rank["passes"], len(rank["passes"]))
     # Four batches of three sequences go forward alone: a message a boundary.
     sent = [rank["validation traffic"]["pp"].get("send", {"calls": 0})["calls"] for rank in (first, last)]
     assert sent == {"Interleaved1F1B": [8, 4], "ZBVZeroBubble": [4, 4]}.get(schedule, [4, 0])

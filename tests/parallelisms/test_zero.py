@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import train
@@ -16,8 +17,10 @@ from config.world import mesh_degrees
 from data.build import build_data
 from parallelisms.mesh import Mesh
 from parallelisms.names import named_parameters
+from parallelisms.zero import shard_states
 from tests import ranks
 from tests.parallelisms.test_parity_data import tiny
+from trainer.adamw import AdamW
 
 
 def built(config):
@@ -94,3 +97,23 @@ def test_stage_1_keeps_each_state_once_follows_the_schedule_and_agrees_on_weight
     assert not first.keys() & second.keys()
     assert len(first) + len(second) == len(weights)
     assert all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
+
+
+def options_of_part() -> dict:
+    """Of this rank's share of an optimizer whose options are not torch's defaults."""
+    mesh = init_device_mesh("cpu", (2,))
+    parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    whole = AdamW(parameters, state_dtype=torch.bfloat16, stochastic_rounding=True, seed=5, betas=(0.5, 0.75))
+    part = shard_states(whole, mesh)
+    parameters[0].grad, parameters[1].grad = torch.ones(4), torch.ones(4)
+    part.step()
+    (state,) = part.optim.state.values()
+    return part.optim.options | {"betas": part.optim.param_groups[0]["betas"], "moments": state["exp_avg"].dtype}
+
+
+def test_a_part_has_the_options_of_the_whole():
+    expected = {
+        "state_dtype": torch.bfloat16, "stochastic_rounding": True, "seed": 5, "backend": None,
+        "betas": (0.5, 0.75), "moments": torch.bfloat16,
+    }  # fmt: skip
+    assert ranks.run(2, options_of_part) == [expected] * 2

@@ -1,0 +1,58 @@
+"""FSDP2 beyond parity: the dtype of what is gathered and reduced, and how far ahead blocks are gathered."""
+
+import pytest
+
+from parallelisms.names import named_parameters
+from tests import ranks
+from tests.fingerprint import Traffic, axes_of
+from tests.parallelisms.test_parity_data import tiny
+from tests.parallelisms.test_parity_moe import sparse
+from tests.parallelisms.test_zero import built
+
+
+def reduced_and_gathered(config) -> tuple[dict[str, int], dict[str, int]]:
+    """Elements of each parameter, and bytes by kind that one micro-batch sends over the shards."""
+    mesh, model, step, batch = built(config)
+    with Traffic(axes_of(mesh)) as traffic:
+        step.forward_backward(batch)
+    sent = {kind: found["bytes"] for kind, found in traffic.summary()["dp_shard"].items()}
+    return {name: p.numel() for name, p in named_parameters(model)}, sent
+
+
+@pytest.mark.parametrize("router", ["float32", "bfloat16"])
+def test_gradients_are_reduced_in_float32_and_routers_gathered_in_their_own_dtype(router):
+    config = sparse(
+        moe__router_dtype=router, training__mixed_precision_param="bfloat16", training__global_batch_size=4,
+        parallelism__zero_stage=2,
+    )  # fmt: skip
+    elements, sent = ranks.run(2, reduced_and_gathered, config)[0]
+    routers = sum(n for name, n in elements.items() if ".router." in name)
+    assert routers > 0 and sent["reduce_scatter"] == 4 * sum(elements.values())
+    assert sent["all_gather"] == 2 * sum(elements.values()) + (2 * routers if router == "float32" else 0)
+
+
+def gathered_ahead(depth: int | None) -> tuple[list[int], list[int]]:
+    """All-gathers that have begun when each of five blocks computes, forward and then backward."""
+    mesh, model, step, batch = built(
+        tiny(model__n_layers=5, training__global_batch_size=4, parallelism__fsdp_prefetch_blocks=depth)
+    )
+    counts: list[int] = []
+    with Traffic(axes_of(mesh)) as traffic:
+
+        def count(*_) -> None:
+            counts.append(traffic.summary()["dp_shard"]["all_gather"]["calls"])
+
+        for block in model.layers.children():
+            block.attention_norm.register_forward_hook(count)
+            block.ffn_norm.register_full_backward_hook(count)
+        step.forward_backward(batch)
+    return counts[:5], counts[5:]
+
+
+@pytest.mark.parametrize("depth", [None, 2])
+def test_blocks_are_gathered_as_far_ahead_as_asked(depth):
+    forward, backward = ranks.run(2, gathered_ahead, depth)[0]
+    # The embedding, then six units of which the head's is kept: seven, and five blocks once more. FSDP2 by itself
+    # gathers one unit ahead in backward.
+    assert forward == [min(2 + i + (depth or 0), 6) for i in range(5)]
+    assert backward == [min(8 + i + (depth or 1), 12) for i in range(4)] + [13]
