@@ -39,8 +39,9 @@ def build_data(config: Config, *, dp_rank: int, dp_degree: int, pin_memory: bool
     if global_batch_size == -1:
         global_batch_size = training.local_batch_size * dp_degree
     slicing = Slicing(training.seq_len, training.local_batch_size, global_batch_size, dp_rank, dp_degree)
+    given = _given_tokenizer(config)
     sources = open_sources(config.data)
-    tokenizer = _tokenizer(config, sources)
+    tokenizer = given or _corpus_bpe(config, sources)
     for source in sources:
         source.open_store(tokenizer, config.data.holdout_percent, cache_root(config.data.cache_dir) / "tokens")
     pipeline = DataPipeline(config, sources, tokenizer, slicing, pin_memory)
@@ -49,28 +50,31 @@ def build_data(config: Config, *, dp_rank: int, dp_degree: int, pin_memory: bool
     return pipeline
 
 
-def _tokenizer(config: Config, sources: list[Source]) -> Tokenizer:
-    """The tokenizer of ``[data]``, checked against the model's vocabulary, before any work where its size is known."""
-    data, model_size = config.data, resolve_shape(config.model).vocab_size
+def _given_tokenizer(config: Config) -> Tokenizer | None:
+    """The tokenizer that no corpus decides; None for a BPE. Its size, or the one a BPE may reach, fits the model's
+    vocabulary: this is found before a corpus is opened."""
+    size = config.data.tokenizer_vocab_size
+    model_size = resolve_shape(config.model).vocab_size
     kind = tokenizer_kind(config)
-    tokenizer: Tokenizer
-    if kind == "bytes":
-        tokenizer = ByteTokenizer()
-    elif kind == "file":
-        tokenizer = load_file_tokenizer(config.model.hf_assets_path)
-    else:
-        size = data.tokenizer_vocab_size
+    if kind == "bpe":
         check_vocabulary(size, model_size, f", or data.tokenizer_vocab_size to at most {model_size}")
-        total = sum(source.weight for source in sources)
-        key = (data.holdout_percent, BPE_TRAINING_BYTES, *((s.fingerprint, s.weight) for s in sources))
-
-        def texts() -> Iterator[str]:
-            for source in sources:
-                yield from bpe_sample(source.corpus, BPE_TRAINING_BYTES * source.weight / total, data.holdout_percent)
-
-        tokenizer = train_bpe(texts(), size, cache_root(data.cache_dir) / "tokenizers", key)
+        return None
+    tokenizer = ByteTokenizer() if kind == "bytes" else load_file_tokenizer(config.model.hf_assets_path)
     check_vocabulary(tokenizer.vocab_size, model_size, "")
     return tokenizer
+
+
+def _corpus_bpe(config: Config, sources: list[Source]) -> Tokenizer:
+    """The BPE of the corpus: from the cache, else trained on a sample of each source by its weight."""
+    data = config.data
+    total = sum(source.weight for source in sources)
+    key = (data.holdout_percent, BPE_TRAINING_BYTES, *((s.fingerprint, s.weight) for s in sources))
+
+    def texts() -> Iterator[str]:
+        for source in sources:
+            yield from bpe_sample(source.corpus, BPE_TRAINING_BYTES * source.weight / total, data.holdout_percent)
+
+    return train_bpe(texts(), data.tokenizer_vocab_size, cache_root(data.cache_dir) / "tokenizers", key)
 
 
 def bpe_sample(corpus: Corpus, size: float, holdout_percent: float) -> list[str]:

@@ -38,7 +38,7 @@ class PythonCorpus:
         self.library = Path(sysconfig.get_path("stdlib"))
         self.folders: list[tuple[str, Path]] = []
         for root in self.roots:
-            path = Path(sysconfig.get_path("purelib") if root == "site-packages" else root).expanduser().absolute()
+            path = Path(sysconfig.get_path("purelib") if root == "site-packages" else root).expanduser()
             if not path.is_dir():
                 raise ConfigError(f'data.roots: {root!r} is not a folder; name an existing folder or "site-packages"')
             self.folders.append((path.resolve().name, path))
@@ -80,7 +80,7 @@ class TextCorpus:
     def __post_init__(self) -> None:
         if not self.path:
             raise ConfigError('data.path is empty; data.corpus = "text" needs the file or folder to train on')
-        root = Path(self.path).expanduser().absolute()
+        root = Path(self.path).expanduser()
         if not root.exists():
             raise ConfigError(f"data.path = {self.path!r}: no such file or folder")
         self.place = str(root)
@@ -113,8 +113,9 @@ def _walk(root: Path, skipped: set[str]) -> list[tuple[str, str]]:
 
 def _named_hashes(files: list[tuple[str, str]], cache: Path | None, places: list[str]) -> list[tuple[str, str]]:
     """Name and hex sha256 of each file, remembered in one file of ``cache`` for the files below ``places``."""
-    index = None if cache is None else cache / f"{digest('hashes', places)}.json"
-    return list(zip([name for name, _ in files], content_hashes([path for _, path in files], index), strict=True))
+    index = None if cache is None else cache / f"{digest('hashes', [os.path.abspath(place) for place in places])}.json"
+    hashes = content_hashes([os.path.abspath(path) for _, path in files], index)
+    return list(zip([name for name, _ in files], hashes, strict=True))
 
 
 def _decode_or_none(data: bytes) -> str | None:

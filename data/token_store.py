@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,8 @@ FORMAT = 1
 """Raise when what is stored, or how text becomes tokens, changes: older caches are then left alone."""
 
 BATCH_CHARACTERS = 4_000_000
+BATCHES_AHEAD = 2
+"""Batches in memory beside the one that is written, each about 30 times its text."""
 
 PROGRESS_SECONDS = 15.0
 
@@ -54,21 +58,32 @@ class NameTable(Sequence[str]):
 
 
 def tokenize(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, np.ndarray]]:
-    """Each document with its ids, eos last, encoded some megabytes at a time."""
+    """Each document with its ids, eos last, in order.
+
+    Encoded some megabytes at a time, a few such batches ahead: the cores share a batch document by document, and those
+    that are done with its longest one go on with the next batch, as does the reader of files.
+    """
     batch: list[Document] = []
     characters = 0
+    encoding: deque[tuple[list[Document], Future[list[np.ndarray]]]] = deque()
 
-    def flush() -> Iterator[tuple[Document, np.ndarray]]:
-        for document, ids in zip(batch, tokenizer.encode_batch([d.text for d in batch]), strict=True):
-            yield document, np.append(ids, tokenizer.eos_id)
+    def finish() -> Iterator[tuple[Document, np.ndarray]]:
+        done, ids = encoding.popleft()
+        for document, of_document in zip(done, ids.result(), strict=True):
+            yield document, np.append(of_document, tokenizer.eos_id)
 
-    for document in documents:
-        batch.append(document)
-        characters += len(document.text)
-        if characters >= BATCH_CHARACTERS:
-            yield from flush()
-            batch, characters = [], 0
-    yield from flush()
+    with ThreadPoolExecutor(max_workers=BATCHES_AHEAD) as pool:
+        for document in documents:
+            batch.append(document)
+            characters += len(document.text)
+            if characters >= BATCH_CHARACTERS:
+                encoding.append((batch, pool.submit(tokenizer.encode_batch, [d.text for d in batch])))
+                batch, characters = [], 0
+                if len(encoding) > BATCHES_AHEAD:
+                    yield from finish()
+        encoding.append((batch, pool.submit(tokenizer.encode_batch, [d.text for d in batch])))
+        while encoding:
+            yield from finish()
 
 
 def in_memory(documents: Iterable[Document], tokenizer: Tokenizer) -> TokenStore:

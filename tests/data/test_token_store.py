@@ -1,5 +1,6 @@
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,8 @@ from config.errors import ConfigError
 from data.build import build_data
 from data.cache import build_once, cache_root
 from data.corpora import TextCorpus
-from data.token_store import stored
+from data.documents import Document
+from data.token_store import stored, tokenize
 from data.tokenizers import ByteTokenizer
 from tests.data.generated import generated_texts, write_jsonl
 
@@ -30,6 +32,46 @@ def test_documents_come_back_from_the_store(tmp_path):
             assert ids == [*text.encode(), tokenizer.eos_id]
             assert store.names[d] == f"rows.jsonl:{d + 1}"
     assert len(store.names) == len(store.hashes) == 30
+
+
+@pytest.mark.parametrize("characters", [1, 300, 10**9])
+def test_batches_are_encoded_ahead_and_come_in_order(monkeypatch, characters):
+    """Later batches may be ready first, and few are held at a time."""
+    documents = [Document(str(i), "x" * (i % 7 + 1) * 10 + str(i)) for i in range(40)]
+    running, most, taken = 0, 0, 0
+
+    class Slow(ByteTokenizer):
+        def encode_batch(self, texts):
+            time.sleep(0.01 if texts and texts[0].endswith(("0", "5")) else 0)
+            return super().encode_batch(texts)
+
+    def counted():
+        nonlocal running, most
+        for document in documents:
+            running += 1
+            most = max(most, running - taken)
+            yield document
+
+    monkeypatch.setattr("data.token_store.BATCH_CHARACTERS", characters)
+    found = []
+    for document, ids in tokenize(counted(), Slow()):
+        taken += 1
+        found.append((document, bytes(ids[:-1].tolist()).decode(), int(ids[-1])))
+    assert found == [(document, document.text, 256) for document in documents]
+    assert most == {1: 3, 300: most, 10**9: 40}[characters]
+
+
+def test_what_goes_wrong_while_encoding_ahead_is_raised(monkeypatch):
+    monkeypatch.setattr("data.token_store.BATCH_CHARACTERS", 1)
+
+    def failing():
+        yield from [Document("a", "a"), Document("b", "b"), Document("c", "c")]
+        raise ConfigError("row 4")
+
+    with pytest.raises(ConfigError, match="row 4"):
+        list(tokenize(failing(), ByteTokenizer()))
+    with pytest.raises(UnicodeEncodeError):
+        list(tokenize([Document("a", "\ud800")] * 5, ByteTokenizer()))
 
 
 def test_a_large_vocabulary_is_stored_in_four_bytes(tmp_path):
