@@ -17,18 +17,20 @@ from config.schema import Moe
 from model.compute_dtype import compute_dtype
 from model.experts_grouped import grouped_experts
 from model.experts_quack import quack_experts
+from model.permute import experts_in_pieces
 
-Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int | None], torch.Tensor]
-"""(x, experts, weights, w13, w2, max_rows) -> (T, dim), as :func:`loop_experts`."""
+Compute = Callable[..., torch.Tensor]
+"""(x, experts, weights, w13, w2, max_rows, counts) -> (T, dim), as :func:`loop_experts`."""
 
 
 def loop_experts(
     x: torch.Tensor,
-    experts: torch.Tensor,
+    experts: torch.Tensor | None,
     weights: torch.Tensor,
     w13: torch.Tensor,
     w2: torch.Tensor,
     max_rows: int | None = None,
+    counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """sum_s weights[t, s] * expert_{experts[t, s]}(x[t]), an expert at a time: the readable reference.
 
@@ -36,15 +38,18 @@ def loop_experts(
 
     Args:
         x: (T, dim).
-        experts: int64 (T, slots); an id of E or more means nowhere.
+        experts: int64 (T, slots); an id of E or more means nowhere. None with ``counts``.
         weights: float32 (T, slots).
         w13: (E, dim, 2 * hidden), gate and up columns interleaved.
         w2: (E, dim, hidden).
         max_rows: not needed here.
+        counts: int64 (P, E), in place of ids, see :func:`model.permute.plan_pieces`.
 
     Returns:
         (T, dim) in the dtype of ``x``; sums over experts in float32.
     """
+    if counts is not None:
+        experts = experts_in_pieces(counts, len(x))
     # float32, or float64 for float64 inputs: a sum of k experts is not rounded k times.
     total = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
     for expert in range(len(w13)):
@@ -76,7 +81,12 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
 
     def forward(
-        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, max_rows: int | None = None
+        self,
+        x: torch.Tensor,
+        experts: torch.Tensor | None,
+        weights: torch.Tensor,
+        max_rows: int | None = None,
+        counts: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Weighted sum of each token's experts, (T, dim) -> (T, dim).
 
@@ -85,7 +95,9 @@ class Experts(nn.Module):
             experts: int64 (T, slots) in 0 .. num_experts - 1; ``num_experts`` means nowhere.
             weights: float32 (T, slots).
             max_rows: at most so many assignments go somewhere. None: all of them may.
+            counts: int64 (P, E), in place of ``experts`` where tokens of one expert each lie sorted, in P pieces
+                (:func:`model.permute.plan_pieces`). ``max_rows`` is then T.
         """
         dtype = compute_dtype(x)  # autograd functions see no autocast
         w13, w2 = self.w13.to(dtype), self.w2.to(dtype)
-        return self.compute(x.to(dtype), experts, weights, w13, w2, max_rows)
+        return self.compute(x.to(dtype), experts, weights, w13, w2, max_rows, counts)

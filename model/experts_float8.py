@@ -102,11 +102,12 @@ def _cast_matrix_rows(w: torch.Tensor) -> Cast:
 
 def float8_experts(
     x: torch.Tensor,
-    experts: torch.Tensor,
+    experts: torch.Tensor | None,
     weights: torch.Tensor,
     w13: torch.Tensor,
     w2: torch.Tensor,
     max_rows: int | None = None,
+    counts: torch.Tensor | None = None,
     *,
     matrices_in_float8: bool = True,
     emulate: bool = False,
@@ -117,7 +118,7 @@ def float8_experts(
         matrices_in_float8: also in the products that give the gradients of ``w13`` and ``w2``.
         emulate: see :func:`model.grouped_products.scaled_grouped_mm`. Without it, bfloat16 on Hopper.
     """
-    plan = plan_padded_rows(experts, w13.shape[0], max_rows, MULTIPLE)
+    plan = plan_padded_rows(experts, w13.shape[0], max_rows, MULTIPLE, counts)
     return _Float8Experts.apply(
         x, weights, w13, w2, plan.token, plan.slot, plan.row, plan.ends, matrices_in_float8, emulate
     )

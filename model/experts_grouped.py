@@ -54,12 +54,13 @@ class _GroupedExperts(torch.autograd.Function):
 
 def grouped_experts(
     x: torch.Tensor,
-    experts: torch.Tensor,
+    experts: torch.Tensor | None,
     weights: torch.Tensor,
     w13: torch.Tensor,
     w2: torch.Tensor,
     max_rows: int | None = None,
+    counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """:func:`model.experts.loop_experts` as grouped products. On CUDA grouped_mm is fast in bfloat16."""
-    plan = plan_rows(experts, w13.shape[0], max_rows)
+    plan = plan_rows(experts, w13.shape[0], max_rows, counts)
     return _GroupedExperts.apply(x, weights, w13, w2, plan.token, plan.slot, plan.row, plan.ends)

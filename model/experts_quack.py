@@ -75,11 +75,12 @@ class _QuackExperts(torch.autograd.Function):
 
 def quack_experts(
     x: torch.Tensor,
-    experts: torch.Tensor,
+    experts: torch.Tensor | None,
     weights: torch.Tensor,
     w13: torch.Tensor,
     w2: torch.Tensor,
     max_rows: int | None = None,
+    counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """:func:`model.experts.loop_experts` on quack kernels, bfloat16 on CUDA only.
 
@@ -91,6 +92,6 @@ def quack_experts(
             f'moe.experts = "quack" runs in bfloat16 on CUDA; this is {x.dtype} on {x.device.type}.'
             ' Set moe.experts = "grouped_mm".'
         )
-    plan = plan_rows(experts, w13.shape[0], max_rows)
+    plan = plan_rows(experts, w13.shape[0], max_rows, counts)
     bounds = F.pad(plan.ends, (1, 0))
     return _QuackExperts.apply(x, weights, w13, w2, plan.token.int(), plan.slot, plan.row, bounds)

@@ -21,8 +21,8 @@ from model.feed_forward import FeedForward
 from model.loss import IGNORE
 from model.router import Router
 
-Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int | None], torch.Tensor]
-"""(x, experts, weights, max_rows) -> (T, dim): :meth:`model.experts.Experts.forward` of the experts on this rank."""
+Run = Callable[..., torch.Tensor]
+"""(x, experts, weights, max_rows, counts) -> (T, dim): :meth:`model.experts.Experts.forward` of those on this rank."""
 
 
 class Dispatcher(Protocol):
@@ -41,8 +41,8 @@ class Dispatcher(Protocol):
 
         A rank may receive any number of tokens, none included, each with the slots meant for it: one if a token is
         sent once an expert, all that live there if it is sent once a rank (other slots hold the id "nowhere"). It
-        hands them to ``run`` with local expert ids and the weights that travelled along, so a router's gradient comes
-        back the way its weights went.
+        hands them to ``run`` with local expert ids, or the numbers of rows if they are sorted, and the weights that
+        travelled along, so a router's gradient comes back the way its weights went.
 
         Args:
             x: (T, dim) of this rank.

@@ -10,16 +10,20 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from parallelisms.token_exchange import Journey, Route, collect, plan, spread
+from parallelisms.token_exchange import Counts, Journey, Order, Route, collect, sort_rows, spread
 
 DISPATCH, COMBINE = "moe.dispatch", "moe.combine"
 """Ranges of a profile: the way out and the way back, in forward and in backward."""
 
-Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int | None], torch.Tensor]
+Run = Callable[..., torch.Tensor]
+"""(x, experts, weights, max_rows, counts) -> (T, dim), as :meth:`model.experts.Experts.forward`."""
 
 
 class AllToAll:
     """Exchange of one layer's tokens.
+
+    Rows are sent sorted by expert and numbers of rows are told an expert at a time, so what arrives is one sorted piece
+    a rank: no ids travel, and the receiver finds the experts' order by additions.
 
     Args:
         group: ranks that hold different experts; rank r holds the r-th share, by id.
@@ -27,26 +31,39 @@ class AllToAll:
         overlap: compute what is beside the experts while tokens are on their way to them, else afterwards.
     """
 
+    gathers_early = True
+    """Rows are gathered before their number is known on the host, where nearly as many go somewhere as may."""
+
     def __init__(self, group: dist.ProcessGroup, num_experts: int, *, overlap: bool):
         self.group, self.overlap = group, overlap
-        self.local = num_experts // group.size()
+        self.num_experts, self.local = num_experts, num_experts // group.size()
         self.rows_sent, self.rows_received = 0, 0
         """To and from other ranks, in the latest forward pass with gradients. Recomputation finds the same."""
 
-    def pack(self, experts: torch.Tensor, weights: torch.Tensor) -> tuple[Route, torch.Tensor, torch.Tensor]:
-        """A row for each choice: its route, and what travels with it.
+    def arrange(self, experts: torch.Tensor, bound: int) -> tuple[Order, torch.Tensor]:
+        """A row for each choice.
 
         Args:
             experts: int64 (T, slots), global ids; num_experts means nowhere.
-            weights: float32 (T, slots).
+            bound: at most so many go somewhere.
 
         Returns:
-            Route of R rows, weights float32 (R, 1), local ids int32 (R, 1).
+            Order of ``bound`` rows; int64 (n, m), what each rank is told: the rows it gets, as m parts.
         """
-        ranks = experts // self.local
-        route = plan(ranks, ranks, self.group)
-        ids = (experts % self.local).flatten()[route.slot]
-        return route, weights.flatten().gather(0, route.slot)[:, None], ids[:, None].int()
+        order, rows = sort_rows(experts, self.num_experts, bound)
+        return order, rows.view(-1, self.local)
+
+    def label(
+        self, order: Order, experts: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What travels with the rows of ``order``: weights float32 (R, 1), and local ids int32, or None if the receiver
+        knows them.
+        """
+        return weights.flatten().gather(0, order.slot)[:, None], None
+
+    def route(self, sent: list[list[int]], received: list[list[int]]) -> Route:
+        """From what the ranks were told."""
+        return Route([sum(parts) for parts in sent], [sum(parts) for parts in received], self.group)
 
     @torch.compiler.disable  # numbers of rows are read on the host
     def __call__(
@@ -60,26 +77,40 @@ class AllToAll:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As :class:`model.moe.Dispatcher` says; a collective over ``group``."""
         with torch.profiler.record_function(DISPATCH):
-            route, weights, ids = self.pack(experts, weights)
-            rows = spread(x, route)
+            bound = experts.numel() if max_rows is None else min(max_rows, experts.numel())
+            order, told = self.arrange(experts, bound)
+            counts = Counts(told, self.group)
+            rows = spread(x, order) if self.gathers_early else None
+            route = self.route(*counts.read())
+            total = sum(route.sent)
+            order = order.first(total)
+            if rows is None:
+                rows = spread(x, order)
+            elif len(rows) > total:
+                rows = rows[:total]
+            weights, ids = self.label(order, experts, weights)
         if torch.is_grad_enabled():
             own = route.sent[self.group.rank()]
-            self.rows_sent, self.rows_received = sum(route.sent) - own, sum(route.received) - own
+            self.rows_sent, self.rows_received = total - own, sum(route.received) - own
         out, back = Journey(route, DISPATCH), Journey(route, COMBINE, back=True)
-        pending, pending_ids = out.start(rows, weights), out.send((ids,))
+        pending, pending_ids = out.start(rows, weights), out.send(() if ids is None else (ids,))
         other = beside() if beside is not None and self.overlap else None
-        (rows, weights), (ids,) = out.finish(*pending), out.wait(pending_ids)
-        (rows,) = back.finish(*back.start(self._run(run, route, rows, weights, ids)))
+        (rows, weights), arrived = out.finish(*pending), out.wait(pending_ids)
+        (rows,) = back.finish(*back.start(self.run_experts(run, rows, weights, arrived, counts)))
         with torch.profiler.record_function(COMBINE):
-            total = collect(rows, route)
-        return total, beside() if beside is not None and not self.overlap else other
+            sums = collect(rows, order)
+        return sums, beside() if beside is not None and not self.overlap else other
 
-    def _run(
-        self, run: Run, route: Route, rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    def run_experts(
+        self, run: Run, rows: torch.Tensor, weights: torch.Tensor, ids: tuple[torch.Tensor, ...], counts: Counts
     ) -> torch.Tensor:
-        """The local experts on what has arrived. Kernels are given one row at least: one that goes nowhere."""
-        arrived = len(rows)
-        if arrived == 0:
-            rows, weights = F.pad(rows, (0, 0, 0, 1)), F.pad(weights, (0, 0, 0, 1))
-            ids = F.pad(ids, (0, 0, 0, 1), value=self.local)
-        return run(rows, ids.long(), weights, max(1, route.assignments))[:arrived]
+        """The local experts on what has arrived: ``ids`` if they were sent, ``counts`` of the parts."""
+        if len(rows) == 0:
+            return self.run_nowhere(run, rows, weights)
+        return run(rows, None, weights, len(rows), counts.received)
+
+    def run_nowhere(self, run: Run, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The local experts on nothing. Kernels are given a row at least: one that goes nowhere."""
+        rows, weights = F.pad(rows, (0, 0, 0, 1)), F.pad(weights, (0, 0, 0, 1))
+        ids = torch.full(weights.shape, self.local, device=rows.device)
+        return run(rows, ids, weights, 1)[:0]

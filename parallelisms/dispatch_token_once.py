@@ -6,20 +6,41 @@ than a row for each choice. The sum over a rank's experts is taken there, and ro
 
 import torch
 
-from parallelisms.dispatch_all_to_all import AllToAll
-from parallelisms.token_exchange import Route, plan
+from parallelisms.dispatch_all_to_all import AllToAll, Run
+from parallelisms.token_exchange import Counts, Order, Route, sort_rows
 
 
 class TokenOnce(AllToAll):
-    """As :class:`AllToAll`, with a row for each rank that a token needs."""
+    """As :class:`AllToAll`, with a row for each rank that a token needs. Ids travel."""
 
-    def pack(self, experts: torch.Tensor, weights: torch.Tensor) -> tuple[Route, torch.Tensor, torch.Tensor]:
-        """A row for each pair of token and rank. What travels with it has all of the token's slots; those of other
-        ranks hold the id "nowhere" and no weight: float32 (R, slots), int32 (R, slots).
+    gathers_early = False
+
+    def arrange(self, experts: torch.Tensor, bound: int) -> tuple[Order, torch.Tensor]:
+        """A row for each pair of token and rank; a rank is told its rows and the choices of its experts among them."""
+        ranks, n = experts // self.local, self.group.size()
+        repeated = (ranks[:, :, None] == ranks[:, None, :]).tril(-1).any(-1)  # an earlier slot goes there already
+        order, rows = sort_rows(torch.where(repeated, n, ranks), n, bound)
+        chosen = (ranks.flatten()[:, None] == torch.arange(n, device=ranks.device)).sum(0)
+        return order, torch.stack([rows, chosen], dim=1)
+
+    def label(self, order: Order, experts: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """All of the token's slots; those of other ranks hold the id "nowhere" and no weight: float32 (R, slots), int32
+        (R, slots).
         """
         ranks = experts // self.local
-        repeated = (ranks[:, :, None] == ranks[:, None, :]).tril(-1).any(-1)  # an earlier slot goes there already
-        route = plan(torch.where(repeated, self.group.size(), ranks), ranks, self.group)
-        here = ranks[route.token] == ranks.flatten()[route.slot, None]
-        ids = torch.where(here, experts[route.token] % self.local, self.local)
-        return route, torch.where(here, weights.index_select(0, route.token), 0.0), ids.int()
+        here = ranks[order.token] == ranks.flatten()[order.slot, None]
+        ids = torch.where(here, experts[order.token] % self.local, self.local)
+        return torch.where(here, weights.index_select(0, order.token), 0.0), ids.int()
+
+    def route(self, sent: list[list[int]], received: list[list[int]]) -> Route:
+        """The first number of each pair is that of rows."""
+        return Route([rows for rows, _ in sent], [rows for rows, _ in received], self.group)
+
+    def run_experts(
+        self, run: Run, rows: torch.Tensor, weights: torch.Tensor, ids: tuple[torch.Tensor, ...], counts: Counts
+    ) -> torch.Tensor:
+        """The local experts on what has arrived, sorted there."""
+        if len(rows) == 0:
+            return self.run_nowhere(run, rows, weights)
+        chosen = sum(choices for _, choices in counts.read()[1])
+        return run(rows, ids[0].long(), weights, chosen)

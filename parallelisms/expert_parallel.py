@@ -74,13 +74,13 @@ def apply_expert_parallel(
 def _local_experts(
     compute: Any,
     x: torch.Tensor,
-    experts: torch.Tensor,
+    experts: torch.Tensor | None,
     weights: torch.Tensor,
     w13: DTensor,
     w2: DTensor,
-    max_rows: int | None,
+    *rest: Any,
 ) -> torch.Tensor:
-    return compute(x, experts, weights, w13.to_local(), w2.to_local(), max_rows)
+    return compute(x, experts, weights, w13.to_local(), w2.to_local(), *rest)
 
 
 class TokenShare:

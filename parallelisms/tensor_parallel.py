@@ -213,17 +213,17 @@ def narrow_experts(
     compute: Any,
     group: dist.ProcessGroup,
     x: torch.Tensor,
-    experts: torch.Tensor,
+    experts: torch.Tensor | None,
     weights: torch.Tensor,
     w13: DTensor,
     w2: DTensor,
-    max_rows: int | None,
+    *rest: Any,
 ) -> torch.Tensor:
     """``compute`` (:data:`model.experts.Compute`) with this rank's hidden features of each expert, summed over the
     ranks of ``group``, which are given the same tokens.
     """
     x, weights = _SumGradient.apply(x, group), _SumGradient.apply(weights, group)
-    out = compute(x, experts, weights, w13.to_local(), w2.to_local(), max_rows)
+    out = compute(x, experts, weights, w13.to_local(), w2.to_local(), *rest)
     return _Sum.apply(out, group)
 
 

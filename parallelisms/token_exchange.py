@@ -9,6 +9,7 @@ Numbers of rows differ between ranks and may be zero. Every rank runs the same o
 waits for another for ever and every parameter gets a gradient.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -19,98 +20,99 @@ Rows = tuple[torch.Tensor, ...]
 """Tensors with a row for each row that travels."""
 
 
-class Route(NamedTuple):
-    """Which rows go where. R rows are sorted by the rank they go to; T tokens have ``slots`` places each."""
+class Order(NamedTuple):
+    """Rows as they are sent. R rows are sorted by where they go; T tokens have ``slots`` places each."""
 
     token: torch.Tensor
     """int64 (R,): the token a row is a copy of."""
     slot: torch.Tensor
     """int64 (R,): its place among the T x slots destinations."""
     row: torch.Tensor
-    """int64 (T, slots): the row that goes to a destination; R where none does."""
+    """int64 (T, slots): the row that goes to a destination; T x slots where none does."""
+
+    def first(self, rows: int) -> "Order":
+        """Without the rows after the first ``rows``, which go nowhere."""
+        return Order(self.token[:rows], self.slot[:rows], self.row)
+
+
+class Route(NamedTuple):
+    """How many rows go where."""
+
     sent: list[int]
     """Rows this rank sends to each rank of the group, itself included."""
     received: list[int]
     """Rows it receives from each."""
-    assignments: int
-    """Choices of a local expert among the rows received."""
     group: dist.ProcessGroup
 
 
-def plan(destinations: torch.Tensor, choices: torch.Tensor, group: dist.ProcessGroup) -> Route:
-    """Sort rows by destination and tell every rank how many to expect. The host waits for the device, once.
+def sort_rows(keys: torch.Tensor, limit: int, bound: int) -> tuple[Order, torch.Tensor]:
+    """A row for each key below ``limit``, in their order, stably. Keys of ``limit`` go nowhere.
 
     Args:
-        destinations: int64 (T, slots), ranks of ``group``; its size means nowhere.
-        choices: int64 (T, slots), the rank of each chosen expert; its size means nowhere. The same as ``destinations``
-            where a row is sent for each.
-        group: ranks that hold different experts.
+        keys: int64 (T, slots).
+        bound: at most so many rows go somewhere.
+
+    Returns:
+        Order of ``bound`` rows, those that go nowhere last; int64 (limit,), rows of each key.
     """
-    n, flat = group.size(), destinations.flatten()
+    flat = keys.flatten().int()  # a radix sort takes half the passes of int64
     ordered, slot = flat.sort(stable=True)
-    rank = torch.arange(n, device=flat.device)
-    rows = torch.searchsorted(ordered, rank, right=True) - torch.searchsorted(ordered, rank)
-    chosen = (choices.flatten()[:, None] == rank).sum(0)
-    out = torch.stack([rows, chosen], dim=1)  # (n, 2)
-    expected = torch.ops._c10d_functional.wait_tensor(
-        torch.ops._c10d_functional.all_to_all_single(out, [1] * n, [1] * n, group.group_name)
-    )
-    counts = torch.cat([rows[None], expected.t()]).tolist()
-    total = sum(counts[0])
+    ends = torch.searchsorted(ordered, torch.arange(limit, device=flat.device, dtype=flat.dtype), right=True)
     place = torch.empty_like(slot).scatter(0, slot, torch.arange(flat.numel(), device=flat.device))  # the inverse
-    row = torch.where(flat < n, place, total).view_as(destinations)
-    slot = slot[:total]
-    return Route(slot // destinations.shape[1], slot, row, counts[0], counts[1], sum(counts[2]), group)
+    row = torch.where(flat < limit, place, flat.numel()).view_as(keys)
+    slot = slot[:bound]
+    return Order(slot // keys.shape[1], slot, row), torch.diff(ends, prepend=ends.new_zeros(1))
 
 
-def spread(x: torch.Tensor, route: Route) -> torch.Tensor:
-    """(T, D) -> (R, D): the rows that are to be sent."""
-    return _Spread.apply(x, route.token, route.row)
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
-def collect(rows: torch.Tensor, route: Route) -> torch.Tensor:
-    """(R, D) -> (T, D): the sum of each token's rows, in at least float32."""
-    return _Collect.apply(rows, route.token, route.row)
+class Counts:
+    """Numbers that the ranks of a group tell each other, on their way to the host.
+
+    NCCL wants to know on the host how many rows it sends and receives, so the host has to wait for the device once an
+    exchange. The numbers are sent and copied beside the stream that computes: what is queued there after this, such as
+    the gather of the rows, runs while the host waits, and hides what it takes to queue what comes next.
+
+    Args:
+        mine: int64 (n, m): ``m`` numbers for each rank of ``group``.
+    """
+
+    def __init__(self, mine: torch.Tensor, group: dist.ProcessGroup):
+        n, operators = group.size(), torch.ops._c10d_functional
+        self.mine, self.received = mine, operators.all_to_all_single(mine, [1] * n, [1] * n, group.group_name)
+        """int64 (n, m) both; ``received`` may be used after :meth:`read`."""
+        self._arrived: torch.cuda.Event | None = None
+        if not mine.is_cuda:
+            self.received = operators.wait_tensor(self.received)
+            self._both = torch.stack([mine, self.received])
+            return
+        side = _side_stream(mine.device)
+        side.wait_stream(torch.cuda.current_stream(mine.device))
+        with torch.cuda.stream(side):
+            both = torch.stack([mine, operators.wait_tensor(self.received)])
+            self._both = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
+            self._both.copy_(both, non_blocking=True)
+            self._arrived = side.record_event()
+
+    def read(self) -> tuple[list[list[int]], list[list[int]]]:
+        """What this rank sends each, and what it receives from each: (n, m) both. The host waits for it."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        mine, received = self._both.tolist()
+        return mine, received
 
 
-def _gather_sum(rows: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-    """out[t] = sum of rows[row[t]] over slots, in at least float32. A gather: rows of a scatter would collide."""
-    if len(rows) == 0:
-        return rows.new_zeros(row.shape[0], rows.shape[1])
-    found = rows[row.clamp(max=len(rows) - 1)].to(torch.promote_types(rows.dtype, torch.float32))
-    return torch.where((row < len(rows))[..., None], found, 0.0).sum(1).to(rows.dtype)
+def spread(x: torch.Tensor, order: Order) -> torch.Tensor:
+    """(T, D) -> (R, D): the rows that are to be sent (model/row_ops.py)."""
+    return torch.ops.ablation_trainer.gather_rows(x, order.token, order.row)
 
 
-_compiled_gather_sum = torch.compile(_gather_sum, dynamic=True)
-
-
-def _summed(rows: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-    """``_gather_sum``, as one kernel on a GPU: eager, it would write a float32 copy of every row."""
-    return _compiled_gather_sum(rows, row) if rows.is_cuda and len(rows) else _gather_sum(rows, row)
-
-
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, token: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(row)
-        return x[token]
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (row,) = ctx.saved_tensors
-        return _summed(grad, row), None, None
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, token: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(token)
-        return _summed(rows, row)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (token,) = ctx.saved_tensors
-        return grad[token], None, None
+def collect(rows: torch.Tensor, order: Order) -> torch.Tensor:
+    """(R, D) -> (T, D): the sum of each token's rows, in at least float32 (model/row_ops.py)."""
+    return torch.ops.ablation_trainer.gather_sum(rows, order.token, order.row)
 
 
 class Journey:

@@ -1,6 +1,6 @@
 import torch
 
-from model.permute import plan_rows
+from model.permute import experts_in_pieces, plan_padded_rows, plan_pieces, plan_rows
 from model.row_ops import combine, gather_rows
 from model.row_reference import gather_sum
 
@@ -82,3 +82,23 @@ def test_absent_rows_add_nothing_even_if_they_hold_nan():
     assert torch.equal(
         gather_sum(rows[:0], torch.zeros(3, 2, dtype=torch.int64)), torch.zeros(3, 4, dtype=torch.float64)
     )
+
+
+def test_sorted_pieces_have_the_plan_that_a_sort_finds():
+    generator = torch.Generator().manual_seed(1)
+    counts = torch.randint(0, 4, (3, EXPERTS), generator=generator)
+    counts[:, 2] = counts[1, 4] = 0  # an expert without rows, a piece without one
+    tokens = int(counts.sum())
+    ids = experts_in_pieces(counts, tokens)
+    for p, piece in enumerate(ids.flatten().split(counts.sum(1).tolist())):
+        assert torch.equal(piece, piece.sort().values) and torch.equal(torch.bincount(piece, minlength=5), counts[p])
+    found, sorted_anew = plan_pieces(counts, tokens), plan_rows(ids, EXPERTS)
+    for mine, theirs in zip(found, sorted_anew, strict=True):
+        assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+    for experts in (None, ids):
+        padded = plan_padded_rows(experts, EXPERTS, tokens, 4, None if experts is not None else counts)
+        rows = torch.diff(padded.ends, prepend=padded.ends.new_zeros(1))
+        assert (rows % 4 == 0).all() and (rows >= 4).all() and len(padded.token) % 4 == 0
+        assert torch.equal(padded.token[padded.row.flatten()], torch.arange(tokens))
+        assert int((padded.token == tokens).sum()) == len(padded.token) - tokens
+        assert torch.equal(torch.searchsorted(padded.ends, padded.row.int(), right=True), ids)

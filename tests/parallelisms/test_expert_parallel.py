@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from model.permute import experts_in_pieces
 from parallelisms.expert_parallel import DISPATCHERS
 from parallelisms.expert_traffic import expert_traffic, traffic_tags
 from parallelisms.materialize import materialize
@@ -82,8 +83,9 @@ def exchange(kind: str, everyones: list[torch.Tensor]) -> int:
     dispatcher = DISPATCHERS[kind](group, 8, overlap=False)
     weights = torch.rand(experts.shape, requires_grad=True)
 
-    def local(rows, ids, weights, max_rows):
+    def local(rows, ids, weights, max_rows, counts=None):
         first = group.rank() * dispatcher.local
+        ids = experts_in_pieces(counts, max_rows) if ids is None else ids
         factor = torch.where(ids < dispatcher.local, first + ids + 1, 0)
         assert max_rows == max(1, int((ids < dispatcher.local).sum()))
         return rows * (factor * weights).sum(1, keepdim=True)
