@@ -7,6 +7,7 @@ Rows are in benchmarks/memory_rows.py. Each leaves <row>.json in --out, so a com
 it ended; a row of other words, steps, torch or card is measured anew. A row that runs out of memory is a result. What
 two rows' speeds are compared with is measured in the same session, one machine from its start: a base of an earlier
 session is measured again before the first of its rows is. Without a GPU a row has no memory and no place in the table.
+Rows that are fitted need no speed: several such commands may share a GPU, with --memory_only.
 
 Exit code: 0 every row is there; 1 a row failed, other than for memory; 2 a mistake on the command line; 3 the budget
 did not hold all rows.
@@ -134,14 +135,15 @@ def table(rows: list[Row], folder: Path) -> str:
             continue
         if raw["peak_active_gib"] is None:
             continue
-        less, ratio = "", ""
+        less, ratio, speed = "", "", raw["tokens_per_s"]
         if base.get("peak_active_gib") is not None:
             less = f" ({raw['peak_active_gib'] - base['peak_active_gib']:+.1f})"
             same = base["session"] == raw["session"]
-            ratio = f" ({raw['tokens_per_s'] / base['tokens_per_s']:.3f} x)" if same else " (base of another session)"
+            if speed and base["tokens_per_s"]:
+                ratio = f" ({speed / base['tokens_per_s']:.3f} x)" if same else " (base of another session)"
         out.append(
             f"| {raw['what']} | {raw['peak_active_gib']:.1f}{less} | {raw['peak_reserved_gib']:.1f}"
-            f" | {raw['tokens_per_s']:,.0f}{ratio} | {raw['loss']:.3f} |"
+            f" | {format(speed, ',.0f') if speed else '-'}{ratio} | {raw['loss']:.3f} |"
         )
     return "\n".join(out)
 
@@ -161,6 +163,7 @@ def main(argv: list[str] | None = None) -> int:
     made.add_argument("--only", default="", help="rows whose name contains one of these words, comma-separated")
     made.add_argument("--out", type=Path, default=MEMORY, help="folder of the rows' files")
     made.add_argument("--again", action="store_true", help="measure rows anew that are measured")
+    made.add_argument("--memory_only", action="store_true", help="leave speeds out: other work runs on the GPU")
     made.add_argument("--print", action="store_true", dest="only_print", help="measure nothing")
     made.add_argument("--budget_s", type=float, default=float("inf"), help="end after so long, keeping what is done")
     made.add_argument("--limit_s", type=float, default=120.0, help="longest run of a row")
@@ -189,6 +192,8 @@ def run(rows: list[Row], chosen: argparse.Namespace) -> int:
             print(f"{rest:.0f} s are left, the longest run took {longest:.0f} s", flush=True)
             return 3
         raw = measure(row, here, session, state, min(chosen.limit_s, rest))
+        if chosen.memory_only:
+            raw["tokens_per_s"] = None
         save_raw(chosen.out / f"{row.name}.json", raw)
         longest = max(longest, raw["seconds"])
         code = 1 if failed(raw) else code

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from benchmarks import memory_table
 from benchmarks.memory_fit import FEWEST_UNSEEN, GIB, MOST_FITTED, error_percent, fit, foreseen, main
 from benchmarks.memory_rows import HASTE, ROWS
 from benchmarks.memory_table import STEPS, due, figures, identity_of, table
@@ -64,6 +65,18 @@ def test_speeds_are_compared_within_a_session_only(tmp_path):
     assert "| 3.0 (-1.0) | 4.0 | 10 (1.000 x) | 2.000 |" in table([base, full], tmp_path)
     write(tmp_path, full, session="later")
     assert "x)" not in table([base, full], tmp_path)
+
+
+def test_a_row_that_shared_its_gpu_has_no_speed(tmp_path, monkeypatch, capsys):
+    def measure(row, *_):
+        write(tmp_path, row)
+        return json.loads((tmp_path / f"{row.name}.json").read_text()) | {"seconds": 1.0}
+
+    monkeypatch.setattr(memory_table, "measure", measure)
+    monkeypatch.setattr("benchmarks.compare.machine", lambda: MACHINE | {"hostname_hash": "h"})
+    assert memory_table.main(["debug", "--out", str(tmp_path), "--commit", "c", "--memory_only"]) == 0
+    assert [json.loads(path.read_text())["tokens_per_s"] for path in tmp_path.iterdir()] == [None, None]
+    assert capsys.readouterr().out.count(" | - | 2.000 |") == 2
 
 
 def test_figures_leave_warm_up_out_of_the_speed_and_nothing_out_of_the_peak():
