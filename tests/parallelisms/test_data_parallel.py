@@ -11,12 +11,12 @@ from tests.parallelisms.test_zero import built
 
 
 def reduced_and_gathered(config) -> tuple[dict[str, int], dict[str, int]]:
-    """Elements of each parameter, and bytes by kind that one micro-batch sends over the shards."""
+    """Elements of each parameter in a group of shards, and bytes by kind that one micro-batch sends over it."""
     mesh, model, step, batch = built(config)
     with Traffic(axes_of(mesh)) as traffic:
         step.forward_backward(batch)
     sent = {kind: found["bytes"] for kind, found in traffic.summary()["dp_shard"].items()}
-    return {name: p.numel() for name, p in named_parameters(model)}, sent
+    return {name: p.to_local().numel() * mesh.dp_shard for name, p in named_parameters(model)}, sent
 
 
 @pytest.mark.parametrize("router", ["float32", "bfloat16"])
@@ -29,6 +29,16 @@ def test_gradients_are_reduced_in_float32_and_routers_gathered_in_their_own_dtyp
     routers = sum(n for name, n in elements.items() if ".router." in name)
     assert routers > 0 and sent["reduce_scatter"] == 4 * sum(elements.values())
     assert sent["all_gather"] == 2 * sum(elements.values()) + (2 * routers if router == "float32" else 0)
+
+
+def test_a_tied_matrix_is_sent_once_under_tensor_parallelism():
+    """Cutting embedding and head makes two parameters of one; as two units of FSDP2 it would travel twice."""
+    config = tiny(
+        model__enable_weight_tying=True, model__n_kv_heads=2, training__mixed_precision_param="float32",
+        training__global_batch_size=4, parallelism__tensor_parallel_degree=2, parallelism__zero_stage=2,
+    )  # fmt: skip
+    elements, sent = ranks.run(4, reduced_and_gathered, config)[0]
+    assert sent["all_gather"] == sent["reduce_scatter"] == 4 * sum(elements.values())
 
 
 def gathered_ahead(depth: int | None) -> tuple[list[int], list[int]]:

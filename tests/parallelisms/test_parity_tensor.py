@@ -86,7 +86,7 @@ EXPERTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("model", ["aux loss, z-loss"])
+@pytest.mark.parametrize("model", ["aux loss, z-loss", "one query norm for all heads"])
 def test_tensor_parallel_ranks_train_experts_as_one_process_does(model):
     check({model: (2, TP2, EXPERTS[model])}, model, sparse)
 
