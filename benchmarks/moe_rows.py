@@ -55,7 +55,6 @@ def passes(tokens: int, slots: int, dim: int, hidden: int, experts: int) -> dict
     x, many, h, active = random(tokens, dim), random(rows, dim), random(rows, 2 * hidden), random(rows, hidden)
     matrix = random(experts, dim, hidden)
     size, of_tokens, of_rows, narrow = matrix.nbytes, x.nbytes, many.nbytes, active.nbytes
-    zero = row_ops._kernels  # chosen at each call, as an operator does
     return {
         "gather, to experts": (2 * of_rows, lambda: row_ops.gather_rows(x, plan.token, plan.row)),
         "combine, weighted": (of_rows + of_tokens, lambda: row_ops.combine(many, weights, *plan[:3])),
@@ -68,7 +67,7 @@ def passes(tokens: int, slots: int, dim: int, hidden: int, experts: int) -> dict
             6 * narrow,
             lambda: row_ops.swiglu_backward(h, active, weights, plan.slot, plan.ends),
         ),
-        "zeros of experts without rows": (0, lambda: zero(matrix).zero_empty_(matrix, plan.ends)),
+        "zeros of experts without rows": (0, lambda: row_ops.zero_empty_(matrix, plan.ends)),
         "plan by a sort": (0, lambda: plan_rows(choice, experts)),
         "plan of sorted pieces": (0, lambda: plan_pieces(pieces, rows)),
         "copy, for scale": (2 * size, lambda: matrix.clone()),

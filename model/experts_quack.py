@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from config.errors import ConfigError
 from model.permute import plan_rows
-from model.row_ops import combine, gather_sum
+from model.row_ops import combine, gather_sum, zero_empty_
 from model.row_reference import gather_sum as sum_numbers
 
 
@@ -65,9 +65,8 @@ class _QuackExperts(torch.autograd.Function):
         )  # active is scaled by the routing weight, d_weight is not
         d_w2 = kernels.gemm(grad.t(), active, cu_seqlens_k=bounds, A_idx=token, tuned=False)
         d_w13 = kernels.gemm(x.t(), d_h, cu_seqlens_k=bounds, A_idx=token, tuned=False)
-        empty = (torch.diff(bounds) == 0)[:, None, None]
-        for gradient in (d_w2, d_w13):
-            gradient.masked_fill_(empty, 0.0)
+        zero_empty_(d_w2, bounds[1:])
+        zero_empty_(d_w13, bounds[1:])
         d_x = gather_sum(kernels.gemm(d_h, w13.transpose(-2, -1), cu_seqlens_m=bounds, tuned=False), token, row)
         d_weights = sum_numbers(d_weight.float().view(-1, 1), row.flatten()[:, None]).view_as(weights)
         return d_x, d_weights, d_w13, d_w2, None, None, None, None

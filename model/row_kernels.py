@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from model import row_reference
+
 COLUMNS = 2048
 """Most columns of a program: 4 KiB of a bfloat16 row."""
 ZEROS = 64
@@ -267,7 +269,8 @@ def swiglu_backward(
 
 def zero_empty_(gradient: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """:func:`model.row_reference.zero_empty_`: writes to experts without rows alone, and reads ``ends`` alone."""
-    assert gradient.is_contiguous()
+    if not gradient.is_contiguous():  # grouped_mm pads rows whose length is no multiple of 16 bytes
+        return row_reference.zero_empty_(gradient, ends)
     _zero_empty[len(ends), ZEROS](
         gradient, ends, SIZE=gradient[0].numel(), PROGRAMS=ZEROS, BLOCK=2048, num_warps=_warps(2048, 8)
     )

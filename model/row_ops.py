@@ -239,6 +239,22 @@ def _(
     return h.new_empty(h.shape), h.new_empty(grad.shape), weights.new_empty(weights.shape)
 
 
+@torch.library.custom_op(f"{NAMESPACE}::zero_empty", mutates_args=("gradient",))
+def zero_empty_(gradient: torch.Tensor, ends: torch.Tensor) -> None:
+    """:func:`model.row_reference.zero_empty_`."""
+    row_reference.zero_empty_(gradient, ends)
+
+
+@zero_empty_.register_kernel("cuda")
+def _(gradient: torch.Tensor, ends: torch.Tensor) -> None:
+    _kernels(gradient).zero_empty_(gradient, ends)
+
+
+@zero_empty_.register_fake
+def _(gradient: torch.Tensor, ends: torch.Tensor) -> None:
+    return None
+
+
 @operator(f"{NAMESPACE}::expert_weight_gradient")
 def weight_gradient(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """(R, M), (R, N) -> (E, M, N): a[rows of e]^T @ b[rows of e], exactly zero for experts without rows."""

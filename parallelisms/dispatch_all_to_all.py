@@ -96,6 +96,7 @@ class AllToAll:
         pending, pending_ids = out.start(rows, weights), out.send(() if ids is None else (ids,))
         other = beside() if beside is not None and self.overlap else None
         (rows, weights), arrived = out.finish(*pending), out.wait(pending_ids)
+        del pending  # the experts may keep the rows in an order of their own
         (rows,) = back.finish(*back.start(self.run_experts(run, rows, weights, arrived, counts)))
         with torch.profiler.record_function(COMBINE):
             sums = collect(rows, order)

@@ -62,6 +62,7 @@ def test_operators_are_registered_as_compilers_and_autograd_want_them():
         (row_ops.swiglu, (h,)),
         (row_ops.swiglu_backward, (h, d, weights.detach(), plan.slot, plan.ends)),
         (row_ops.weight_gradient, (h, d, plan.ends)),
+        (row_ops.zero_empty_, (torch.randn(EXPERTS, 8, 16), plan.ends)),
     ):
         torch.library.opcheck(operator, arguments)
 
