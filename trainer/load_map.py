@@ -39,7 +39,7 @@ class LoadMap:
         self._writer = writer
         self._history: list[torch.Tensor] = []
 
-    def log(self, step: int, counts: torch.Tensor, **others: list[list[int]]) -> None:
+    def log(self, step: int, counts: torch.Tensor, **others: list[list[int | None]]) -> None:
         """Write one step's counts, int64 (layers, E), and ``others``, layers x ranks."""
         counts = counts.cpu()
         self._file.write(json.dumps({"step": step, "counts": counts.tolist(), **others}) + "\n")

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.permute import experts_in_pieces
+from parallelisms.dispatch_all_to_all import AllToAll
 from parallelisms.expert_parallel import DISPATCHERS
 from parallelisms.expert_traffic import expert_traffic, traffic_tags
 from parallelisms.materialize import materialize
@@ -303,3 +304,22 @@ def test_rows_and_loads_of_ranks_are_reported(layout, rows):
     assert values["moe/device_max_violation"] == pytest.approx(busiest / rows - 1)
     assert values["moe/rows_sent"] == sum(map(sum, traffic["sent"])) / 4
     assert values["moe/rows_received_max"] == max(map(max, traffic["received"]))
+
+
+def traffic_of_stages() -> tuple[dict, dict[str, float]]:
+    """Of a rank that holds one layer of two, the one of its number."""
+    rank = dist.get_rank()
+    exchange = AllToAll(dist.group.WORLD, 2, overlap=False)
+    exchange.rows_sent, exchange.rows_received = 10 * (rank + 1), 7 * (rank + 1)
+    block, model = torch.nn.Module(), torch.nn.Module()
+    block.moe = torch.nn.Module()
+    block.moe.dispatcher = exchange
+    model.layers = torch.nn.ModuleDict({str(rank): block})
+    traffic = expert_traffic(model)
+    return traffic, traffic_tags(traffic)
+
+
+def test_a_layer_of_another_stage_is_not_one_without_traffic():
+    for traffic, tags in ranks.run(2, traffic_of_stages):
+        assert traffic == {"sent": [[10, None], [None, 20]], "received": [[7, None], [None, 14]]}
+        assert tags == {"moe/rows_sent": 15.0, "moe/rows_received_max": 14.0}
