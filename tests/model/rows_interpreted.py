@@ -70,9 +70,9 @@ def main() -> None:
     row_kernels.ZEROS = 2  # the interpreter runs programs one after another
     for slots, dtype, width, bound in (
         (1, torch.float32, 24, True),
-        (2, torch.bfloat16, 16, False),
+        (2, torch.bfloat16, 1032, False),  # SwiGLU takes such a row in two parts
         (3, torch.float32, 40, False),
-        (8, torch.bfloat16, 1032, True),  # SwiGLU takes such a row in two parts
+        (8, torch.bfloat16, 16, True),
         (16, torch.float32, 8, True),
         (20, torch.float32, 8, False),  # as many as an expert's choice of tokens has
     ):

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,40 @@ from model.moe import MoE
 from model.permute import plan_rows
 
 TOKENS, EXPERTS = 12, 5
+WIDE = {"x", "rows", "grad", "h", "out", "d_rows", "d_h", "active", "gradient"}
+"""Arguments of kernels that hold rows of bfloat16."""
+
+
+@pytest.mark.parametrize(
+    ("name", "warps", "constants", "loads", "stores"),
+    [
+        ("_gather_rows", 8, {"WIDTH": 2048, "ROWS": 4, "BLOCK": 2048}, 4, 4),
+        ("_gather_sum", 8, {"WIDTH": 2056, "SLOTS": 8, "WEIGHTED": True, "BLOCK": 2048}, 8, 1),
+        ("_combine_backward", 4, {"WIDTH": 2048, "BLOCK": 2048}, 4, 2),
+        ("_swiglu", 4, {"WIDTH": 768, "BLOCK": 1024}, 2, 1),
+        ("_swiglu_backward", 4, {"EXPERTS": 64, "WIDTH": 1024, "BLOCK": 1024}, 3, 3),
+        ("_zero_empty", 8, {"SIZE": 4096, "PROGRAMS": 64, "BLOCK": 2048}, 0, 1),
+    ],
+)
+def test_kernels_compile_for_hopper_and_move_16_bytes_at_a_time(name, warps, constants, loads, stores):
+    """Without a GPU: what a thread loads and stores of rows, at most 8 numbers at once, from the assembly."""
+    pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from model import row_kernels
+
+    kernel = getattr(row_kernels, name)
+    names = kernel.arg_names
+    others = {"weights": "*fp32", "d_weights": "*fp32", "ends": "*i32", "count": "i32"}
+    types = {n: "constexpr" if n in constants else "*bf16" if n in WIDE else others.get(n, "*i64") for n in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types[n].startswith("*")}
+    values = {(names.index(n),): value for n, value in constants.items()}
+    source = ASTSource(kernel, signature=types, constexprs=values, attrs=aligned)
+    code = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
+    wide = {kind: len(re.findall(rf"{kind}\.global\.v4\.b32", code)) for kind in ("ld", "st")}
+    assert wide == {"ld": loads, "st": stores}
+    assert not re.findall(r"(?:ld|st)\.global\.(?:v\d\.)?b16", code)
 
 
 def test_every_kernel_equals_plain_operators_when_interpreted():
