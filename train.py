@@ -130,7 +130,7 @@ def build_step(
     if config.optimizer.state_offload:
         optimizer = OffloadedStates(optimizer)
     precision = functools.partial(compute_precision, mesh, config, device)
-    passes: Passes = Whole(model, precision, set_gradient_sync)
+    passes: Passes = Whole(model, precision, between_micro_batches(mesh, config))
     if isinstance(model, Stages):
         passes = build_pipeline(config, model, mesh, device, precision)
     return TrainStep(

@@ -90,3 +90,17 @@ def estimate(config: Config, world_size: int, coefficients: dict[str, float] | N
         flying = runs if config.parallelism.pipeline_parallel_schedule == "GPipe" else min(runs, degrees["pp"] - place)
         ranks.append(Estimate(Rank(config, degrees, modules, 1 if naive else flying, runs > 1).moments(), numbers))
     return max(ranks, key=lambda each: each.peak)
+
+
+def keeps_gathered(config: Config, world_size: int) -> bool:
+    """Whether FSDP2 keeps the parameters of a backward pass for the next micro-batch: as
+    ``parallelism.fsdp_reshard_after_backward`` says, by default where no rank's peak grows by it.
+    """
+    asked = config.parallelism.fsdp_reshard_after_backward
+    if asked != "default":
+        return asked == "never"
+    degrees, numbers = mesh_degrees(config, world_size), coefficient_table()["coefficients"]
+    if degrees["pp"] > 1:
+        return False  # its stages keep parameters and whole gradients themselves
+    rank = Rank(config, degrees, None, 1, accumulates=True)
+    return rank.gathered_moment().size(numbers) <= Estimate(rank.moments(), numbers).peak

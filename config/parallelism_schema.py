@@ -20,8 +20,14 @@ class Parallelism:
         "default", parent="parallelism.zero_stage", parent_values=(None,)
     )
     """Free unsharded parameters after forward. default: always; never under zero_stage = 2 and in a pipeline."""
+    fsdp_reshard_after_backward: Literal["default", "always", "never"] = "default"
+    """Free gathered parameters between the micro-batches of a step. default: only where keeping them takes memory."""
+    fsdp_reduce_gradients: Literal["each", "last"] = "each"
+    """Micro-batches after which FSDP2 reduces gradients. last: once a step; whole gradients are kept until then."""
+    fsdp_collectives: Literal["packed", "direct"] = "packed"
+    """How FSDP2 sends a unit: packed into one buffer and copied out, or each parameter from and to its own place."""
     fsdp_prefetch_blocks: int | None = key(None, minimum=1)
-    """Blocks whose parameters FSDP2 gathers ahead, forward and backward. Unset: its own order, one block ahead."""
+    """Blocks that FSDP2 gathers ahead, both ways. Unset: its own order; 1 with experts or direct collectives."""
     fsdp_version: Literal[2, 1] = key(2, parent="parallelism.zero_stage", parent_values=(None, 3))
     """1: torch's older FullyShardedDataParallel, to compare with; data parallelism alone."""
     tensor_parallel_degree: int = key(1, minimum=1)

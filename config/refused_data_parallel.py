@@ -1,6 +1,26 @@
 """Data-parallel layouts that are refused: ZeRO stages and degrees are two ways to say one thing, FSDP1 stands alone."""
 
-from config.refusal import Refusal, tensor_parallel, together, without_fsdp2
+from collections.abc import Callable
+
+from config.refusal import Finds, Refusal, pipelined, tensor_parallel, together, without_fsdp2
+from config.schema import Config, Parallelism
+from config.shapes import ModelShape
+
+_PLAIN = Parallelism()
+_BETWEEN = ("fsdp_reshard_after_backward", "fsdp_reduce_gradients")
+
+
+def _changed(condition: Callable[[Config], bool], keys: tuple[str, ...], *others: str) -> Finds:
+    """Quote the first of ``keys`` that is not at its default, and ``others``, where ``condition`` holds."""
+
+    def finds(config: Config, shape: ModelShape, said: Callable[[str], str]) -> str:
+        for key in keys:
+            if getattr(config.parallelism, key) != getattr(_PLAIN, key):
+                return together(lambda config, shape: condition(config), key, *others)(config, shape, said)
+        return ""
+
+    return finds
+
 
 DATA_PARALLEL = (
     Refusal(
@@ -118,6 +138,23 @@ DATA_PARALLEL = (
             lambda config, shape: config.parallelism.fsdp_prefetch_blocks is not None and without_fsdp2(config),
             "fsdp_prefetch_blocks",
             "data_parallel_shard_degree",
+        ),
+    ),
+    Refusal(
+        "FSDP2's messages without FSDP2",
+        "it sends nothing here that could wait or go another way. Remove the key.",
+        _changed(without_fsdp2, (*_BETWEEN, "fsdp_collectives"), "data_parallel_shard_degree"),
+    ),
+    Refusal(
+        "FSDP2 between the micro-batches of a pipeline",
+        "its stages keep gathered parameters and whole gradients until the schedule ends. Remove the key.",
+        _changed(pipelined, _BETWEEN, "pipeline_parallel_degree"),
+    ),
+    Refusal(
+        "direct collectives with CPU offload",
+        "shards in CPU memory are copied to the device to be sent, as one message. Remove one of the two keys.",
+        _changed(
+            lambda config: config.training.enable_cpu_offload, ("fsdp_collectives",), "training.enable_cpu_offload"
         ),
     ),
 )

@@ -75,22 +75,60 @@ class Rank:
     accumulates: bool
 
     def moments(self) -> tuple[Moment, ...]:
-        held, config = held_by(self.config, self.degrees, self.modules), self.config
-        offload, section = config.training.enable_cpu_offload, config.optimizer
-        weights = Part("weights", 0 if offload else held.parameters)
-        gradients = Part("gradients", 0 if offload else held.gradients)
-        states = Part("optimizer states", 0 if offload or section.state_offload else held.optimizer_states)
+        held = held_by(self.config, self.degrees, self.modules)
+        weights, gradients, states = self._held()
         here = (weights, states)
-        kept = (*here, *((gradients,) if self.accumulates else ()), *self._activations())
+        earlier = (self._whole_gradients() or gradients,) if self.accumulates else ()
+        kept = (*here, *earlier, *self._activations())
         found = [Moment("in the optimizer step", (*here, gradients, Part("update", self._update(held))))]
         if layers := self._layers():
-            found.append(Moment("in the first block's backward pass", (*here, gradients, *self._backward(layers[0]))))
+            ended = (*here, *(earlier or (gradients,)), *self._backward(layers[0]))
+            found.append(Moment("in the first block's backward pass", ended))
+            if self.accumulates and self.config.parallelism.fsdp_reshard_after_backward == "never":
+                found.append(self.gathered_moment())
             head = Part("gradients", 0 if self.accumulates or not self._has_head else self._head_gradient())
             last = self._backward(layers[-1], kept=self._kept(len(layers) - 1, layers[-1]))
             found.append(Moment("in the last block's backward pass", (*kept, head, *last)))
         if self._has_head:
             found.append(Moment("at the loss", (*kept, *self._loss())))
         return tuple(found)
+
+    def _held(self) -> tuple[Part, Part, Part]:
+        """Weights, gradients and states: on the device, and sharded as the layout says."""
+        held, offload = held_by(self.config, self.degrees, self.modules), self.config.training.enable_cpu_offload
+        away = offload or self.config.optimizer.state_offload
+        return (
+            Part("weights", 0 if offload else held.parameters),
+            Part("gradients", 0 if offload else held.gradients),
+            Part("optimizer states", 0 if away else held.optimizer_states),
+        )
+
+    def gathered_moment(self) -> Moment:
+        """The end of a backward pass that has kept all parameters it gathered, for the next micro-batch."""
+        (weights, gradients, states), layers = self._held(), self._layers()
+        whole = self.numbers.compute * self._elements() * self.sharded
+        gathered = Part("gathered blocks", max(0, whole - self._gathered()))
+        ended = self._backward(layers[0]) if layers else ()
+        return Moment(
+            "between two micro-batches", (weights, self._whole_gradients() or gradients, states, gathered, *ended)
+        )
+
+    def _elements(self) -> int:
+        """Parameters of the modules here, whole along the axes that FSDP shards over."""
+        spread, tensor = expert_spread(self.degrees), self.degrees["tp"]
+        shapes = local_shapes(self.shape, tensor, self.modules, experts=spread is None)
+        found = sum(prod(s) for s in shapes)
+        if spread is not None:
+            experts = sum(t.numel for t in tensors(self.shape, self._layers()) if t.expert)
+            found += experts // (spread.ep * spread.etp)
+        return found
+
+    def _whole_gradients(self) -> Part | None:
+        """Gradients that wait for the last micro-batch to be reduced."""
+        if not self.sharded or self.config.parallelism.fsdp_reduce_gradients == "each":
+            return None
+        wide = 2 if self.config.training.mixed_precision_reduce == "bfloat16" else 4
+        return Part("whole gradients", wide * self._elements())
 
     @property
     def _has_head(self) -> bool:

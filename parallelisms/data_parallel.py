@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from parallelisms.direct_collectives import apply_direct_collectives
+
 logger = logging.getLogger(__name__)
 
 
@@ -28,6 +30,7 @@ def apply_fsdp(
     reduce_dtype: torch.dtype,
     reshard_after_forward: str,
     prefetch_blocks: int | None = None,
+    direct: bool = False,
     router_dtype: torch.dtype | None = None,
     expert_mesh: DeviceMesh | None = None,
     cpu_offload: bool = False,
@@ -42,7 +45,9 @@ def apply_fsdp(
         reduce_dtype: dtype of the gradient reduction.
         reshard_after_forward: "default", "always" or "never". The default frees every unit except the last, which the
             backward pass needs at once.
-        prefetch_blocks: blocks gathered ahead of the one that computes, in both directions. None: FSDP2's own order.
+        prefetch_blocks: blocks gathered ahead of the one that computes, in both directions. None: FSDP2's own order;
+            with experts or ``direct``, 1.
+        direct: send each parameter from and to its own place (parallelisms/direct_collectives.py).
         router_dtype: dtype of the gathered routers of a mixture of experts. None: there are none.
         expert_mesh: the ranks that hold the same experts under expert parallelism, as ``mesh`` with one dimension or
             two: a layer's experts are then a unit of their own. In one with the rest they would be mixed with those of
@@ -63,6 +68,9 @@ def apply_fsdp(
     else:
         if embedding is not None:
             shard(embedding, mp_policy=policy, reshard_after_forward=reshard)
+            embedding.set_unshard_in_backward(False)  # its gradient needs the tokens alone
+            # What FSDP2 would gather ahead of it is the end of the micro-batch before, which is not needed again.
+            embedding.set_modules_to_backward_prefetch([embedding])
         if ends:
             shard(ends, mp_policy=policy, reshard_after_forward=reshard_after_forward == "always")
     for block in model.get_submodule("layers").children():
@@ -71,7 +79,7 @@ def apply_fsdp(
             router = MixedPrecisionPolicy(
                 param_dtype=router_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
             )
-            shard(block.moe.router, mp_policy=router, reshard_after_forward=reshard)
+            shard(block.moe.router, mp_policy=router, reshard_after_forward=False)  # too small to gather twice
         if expert_mesh is not None and hasattr(block, "moe"):
             _shard_experts(block.moe.experts, expert_mesh, mp_policy=policy, reshard_after_forward=reshard)
         shard(block, mp_policy=policy, reshard_after_forward=reshard)
@@ -81,6 +89,10 @@ def apply_fsdp(
             module.set_gradient_divide_factor(1.0)
             if mesh.device_type == "cpu":  # gloo has no PREMUL_SUM
                 module.set_force_sum_reduction_for_comms(True)
+    if direct:
+        apply_direct_collectives(model)
+    if direct or any(hasattr(block, "moe") for block in model.get_submodule("layers").children()):
+        prefetch_blocks = prefetch_blocks or 1  # FSDP2's own order is by unit: a router's turn comes late in its block
     if prefetch_blocks is not None:
         _prefetch(model, prefetch_blocks)
     # Tensor parallelism returns views; what the warning fears, an operation in place on one, the model has nowhere.
@@ -106,8 +118,12 @@ def _shard_experts(experts: nn.Module, mesh: DeviceMesh, **options: Any) -> None
 def _prefetch(model: nn.Module, depth: int) -> None:
     """Gather the units of the next ``depth`` blocks early: those after it in forward, those before it in backward."""
     blocks = list(model.get_submodule("layers").children())
+    embedding, head = getattr(model, "tok_embeddings", None), getattr(model, "output", None)
+    if isinstance(embedding, FSDPModule):
+        embedding.set_modules_to_forward_prefetch(_units(blocks[:depth]))
     for i, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(_units(blocks[i + 1 : i + 1 + depth]))
+        last = [head] if head is not None and i + 1 == len(blocks) else []
+        block.set_modules_to_forward_prefetch(_units(blocks[i + 1 : i + 1 + depth] + last))
         block.set_modules_to_backward_prefetch(_units(blocks[max(0, i - depth) : i][::-1]))
 
 
@@ -129,12 +145,3 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh) -> None:
 
     model.register_comm_hook(None, sum_hook)
     logger.info("Applied DDP over %d ranks", mesh.size())
-
-
-def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
-    """Whether the next backward pass reduces gradients over ranks. Off for all but the last micro-batch under DDP.
-
-    FSDP2 keeps reducing every micro-batch: holding unsharded gradients would cost the memory that sharding saves.
-    """
-    if hasattr(model, "set_requires_gradient_sync") and not isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(enabled)

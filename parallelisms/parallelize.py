@@ -103,6 +103,7 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, draw: Draw, dev
                 reduce_dtype=DTYPES[config.training.mixed_precision_reduce],
                 reshard_after_forward=reshard_after_forward(config),
                 prefetch_blocks=section.fsdp_prefetch_blocks,
+                direct=section.fsdp_collectives == "direct",
                 router_dtype=DTYPES[
                     "float64" if config.training.mixed_precision_param == "float64" else config.moe.router_dtype
                 ],

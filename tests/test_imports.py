@@ -53,7 +53,7 @@ TABLE = {
         lazily=("liger_kernel", "flash_attn", "quack"),
         never=("torch.distributed",),
     ),
-    "parallelisms": Rule(may=("config", "titan", "torch"), lazily=("torchao",)),
+    "parallelisms": Rule(may=("config", "titan", "torch", "triton"), lazily=("torchao",)),  # triton: as above
     "trainer": Rule(may=("config", "titan", "torch", "safetensors", "tomli"), lazily=("tensorboard", "triton")),
     "interchange": Rule(may=("config", "data", "model", "trainer", "torch", "safetensors", "tomli_w")),
     "generation": Rule(may=("config", "data", "interchange", "model", "torch"), never=("torch.distributed",)),

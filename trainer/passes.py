@@ -40,7 +40,7 @@ class Whole:
     Args:
         model: called with the inputs; returns the loss of the labels, summed over valid tokens.
         precision: makes the context of a forward pass.
-        set_gradient_sync: (model, enabled) -> None, whether the next backward pass reduces gradients over ranks.
+        set_gradient_sync: (model, last) -> None, before each micro-batch: whether it is the last of its step.
     """
 
     model: nn.Module

@@ -64,6 +64,13 @@ MET = {
         **EXPERTS,
     },
     "prefetch depth without FSDP2": {"parallelism.fsdp_prefetch_blocks": 2, STAGE: 0},
+    "FSDP2's messages without FSDP2": {"parallelism.fsdp_collectives": "direct", STAGE: 0},
+    "FSDP2 between the micro-batches of a pipeline": {"parallelism.fsdp_reduce_gradients": "last", **PIPELINED},
+    "direct collectives with CPU offload": {
+        "parallelism.fsdp_collectives": "direct",
+        "training.enable_cpu_offload": True,
+        "parallelism.data_parallel_shard_degree": 2,
+    },
     "CP, sequence not divisible": {CP: 2, "training.seq_len": 254},
     "CP with TP, sequence not divisible": {CP: 2, TP: 4, "training.seq_len": 36, **EIGHT_HEADS},
     "Ulysses, n_heads not divisible": {

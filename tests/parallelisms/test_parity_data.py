@@ -44,6 +44,7 @@ def tiny(**changes) -> Config:
 DDP2 = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 1}
 FSDP2 = {"parallelism__data_parallel_shard_degree": 2}
 HSDP = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 2}
+DIRECT = {"parallelism__fsdp_collectives": "direct"}
 ROWS = {
     "ddp2": (2, DDP2),
     "fsdp2": (2, FSDP2),
@@ -57,6 +58,17 @@ ROWS = {
     ),
     "ddp2, every 2nd block checkpointed": (2, DDP2 | {"activation_checkpoint__mode": "selective"}),
     "fsdp2, one micro-batch": (2, FSDP2 | {"training__local_batch_size": 4}),
+    "fsdp2, gathered once a step": (
+        2,
+        FSDP2
+        | {"parallelism__fsdp_reshard_after_forward": "never", "parallelism__fsdp_reshard_after_backward": "never"},
+    ),
+    "fsdp2, freed after forward alone": (2, FSDP2 | {"parallelism__fsdp_reshard_after_backward": "never"}),
+    "fsdp2, freed always": (2, FSDP2 | {"parallelism__fsdp_reshard_after_backward": "always"}),
+    "fsdp2, reduced once a step": (2, FSDP2 | {"parallelism__fsdp_reduce_gradients": "last"}),
+    "fsdp2, direct": (2, FSDP2 | DIRECT),
+    "fsdp4, direct, two blocks ahead": (4, DIRECT | {"parallelism__fsdp_prefetch_blocks": 2}),
+    "hsdp 2x2, direct": (4, HSDP | DIRECT),
     "one process, one micro-batch": (1, {"training__local_batch_size": 8}),
 }
 # Boundary labels do not count, so ranks and micro-batches have unequal numbers of valid tokens.
@@ -76,7 +88,7 @@ def test_a_mesh_trains_as_one_process_does(row, model):
     parity.check(tiny(**MODELS[model]), tiny(**MODELS[model] | changes), world_size=world_size)
 
 
-@pytest.mark.parametrize("row", ["fsdp2", "fsdp4"])
+@pytest.mark.parametrize("row", ["fsdp2", "fsdp4", "fsdp4, direct, two blocks ahead"])
 def test_shards_of_unequal_size(row):
     """A vocabulary that the ranks cannot share equally; the last of four has less than the others."""
     world_size, changes = ROWS[row]

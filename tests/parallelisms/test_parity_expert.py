@@ -4,6 +4,7 @@ import pytest
 
 from tests import parity
 from tests.parallelisms.test_parity_context import CP2, METHOD
+from tests.parallelisms.test_parity_data import DIRECT
 from tests.parallelisms.test_parity_tensor import BY_OPERATOR, COMPILE, EXPERTS, FULL, TP2, sparse
 
 EP2 = {"parallelism__expert_parallel_degree": 2}
@@ -44,6 +45,8 @@ SLOW = {
     "fsdp2 x ep2, once a rank, full checkpointing": (4, EP2 | ONCE | FULL, SHARED),
     "fsdp4 x ep2, rows of experts": (4, EP2, AUX | {"moe__num_experts": 6}),
     "fsdp2 x ep2, prefetch": (4, EP2 | {"parallelism__fsdp_prefetch_blocks": 2}, AUX),
+    "fsdp2 x ep2, direct": (4, EP2 | DIRECT, AUX),
+    "fsdp4 x ep2, rows of experts, direct": (4, EP2 | DIRECT, AUX | {"moe__num_experts": 6}),
     "hsdp 2x2 x ep2, once a rank": (4, COPIES | EP2 | ONCE, AUX),
     "tp2 x ep2": (2, TP2 | EP2, AUX),
     "tp2 x ep2, full checkpointing, sequence-wise": (2, TP2 | EP2 | FULL, SEQUENCE),

@@ -9,7 +9,7 @@ import pytest
 
 from config.schema import Config
 from tests import parity
-from tests.parallelisms.test_parity_data import DDP2, FSDP2, tiny
+from tests.parallelisms.test_parity_data import DDP2, DIRECT, FSDP2, tiny
 
 # Coefficients are far above use: what they scale must not drown in the cross entropy.
 MODELS = {
@@ -51,6 +51,13 @@ CASES = [
 def test_a_mesh_trains_experts_as_one_process_does(model, row):
     world_size, changes = ROWS[row]
     parity.check(sparse(**MODELS[model]), sparse(**MODELS[model], **changes), world_size=world_size, steps=3)
+
+
+def test_direct_collectives_and_gradients_reduced_once():
+    """Routers gather and reduce beside blocks; noise and counts are those of the same micro-batches."""
+    model = MODELS["aux loss, z-loss"]
+    for changes in (DIRECT, {"parallelism__fsdp_reduce_gradients": "last"}):
+        parity.check(sparse(**model), sparse(**model, **FSDP2 | changes), world_size=2, steps=3)
 
 
 def test_fsdp_with_checkpointing_by_operator():
