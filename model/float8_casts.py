@@ -79,7 +79,7 @@ def cast_swiglu(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     from model.float8_kernels import cast_swiglu
 
-    return cast_swiglu(h, *_empty(h, len(h), h.shape[1] // 2))
+    return cast_swiglu(h.contiguous(), *_empty(h, len(h), h.shape[1] // 2))
 
 
 @cast_swiglu.register_fake
@@ -102,15 +102,16 @@ def _(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     from model.float8_kernels import cast_swiglu_backward
 
-    out = torch.empty_like(h), torch.empty_like(grad), torch.zeros_like(weights), *_empty(h, *h.shape)
-    return cast_swiglu_backward(h, grad, weights, slot, ends, *out)
+    out = h.new_empty(h.shape), grad.new_empty(grad.shape), torch.zeros_like(weights), *_empty(h, *h.shape)
+    return cast_swiglu_backward(h.contiguous(), grad.contiguous(), weights, slot, ends, *out)
 
 
 @cast_swiglu_backward.register_fake
 def _(
     h: torch.Tensor, grad: torch.Tensor, weights: torch.Tensor, slot: torch.Tensor, ends: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return torch.empty_like(h), torch.empty_like(grad), torch.empty_like(weights), *_empty(h, h.shape[0], h.shape[1])
+    rows, width = h.shape
+    return h.new_empty(rows, width), grad.new_empty(grad.shape), torch.empty_like(weights), *_empty(h, rows, width)
 
 
 @operator("ablation_trainer::cast_columns")
