@@ -36,11 +36,11 @@ def timed(seen: list[str]) -> contextlib.AbstractContextManager:
     return mock.patch.object(BusyTime, "measured", noted)
 
 
-def observe(config: Config, poison: bool = False) -> dict:
+def observe(config: Config, poison: bool = False, precision: str = "float32") -> dict:
     """Two steps and a validation on this rank, and what was seen of the second step."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     config = copy.deepcopy(config)
-    config.optimizer.name, config.training.mixed_precision_param = "SGD", "float32"
+    config.optimizer.name, config.training.mixed_precision_param = "SGD", precision
     mesh, device = Mesh(rank=rank, **mesh_degrees(config, world)), torch.device("cpu")
     if world > 1:
         mesh.connect("cpu")
@@ -139,6 +139,17 @@ def test_messages_bytes_and_passes_of_a_step(schedule):
     # Four batches of three sequences go forward alone: a message a boundary.
     sent = [rank["validation traffic"]["pp"].get("send", {"calls": 0})["calls"] for rank in (first, last)]
     assert sent == {"Interleaved1F1B": [8, 4], "ZBVZeroBubble": [4, 4]}.get(schedule, [4, 0])
+
+
+@pytest.mark.parametrize("world_size, width", [(2, 4), (4, 2)], ids=["autocast", "fsdp2"])
+def test_stages_exchange_the_dtype_that_is_between_blocks(world_size, width):
+    """Autocast leaves embeddings and sums in float32; under FSDP2 they are bfloat16, and a rank has half the batch."""
+    bfloat16 = {"poison": False, "precision": "bfloat16"}
+    (one,) = seen(1, tiny(**LAYERS), **bfloat16)
+    for rank in seen(world_size, tiny(**LAYERS | pp("1F1B")), **bfloat16):
+        assert rank["loss"] == pytest.approx(one["loss"], rel=1e-3)
+        count = 16 // world_size
+        assert rank["traffic"]["pp"]["send"] == {"calls": count, "bytes": count * 32 * 32 * width}
 
 
 def test_what_waits_is_measured():
