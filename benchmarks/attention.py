@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 import titan
+from benchmarks.timing import CACHE_BYTES, peak_gib, time_ms
 from config.attention import KERNELS
 from model.attention import attention_backend
 from model.attention_choice import machine
@@ -60,24 +61,12 @@ def pairs(starts: torch.Tensor | None, rows: int, length: int) -> int:
     return int((lengths * (lengths + 1) // 2).sum())
 
 
-def time_ms(call: Callable[[], Any], repeats: int, cache: torch.Tensor) -> list[float]:
-    """Milliseconds of each call."""
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    for begin, end in events:
-        cache.zero_()
-        begin.record()
-        call()
-        end.record()
-    torch.cuda.synchronize()
-    return [begin.elapsed_time(end) for begin, end in events]
-
-
 def calls_of(
     name: str, leaves: list[torch.Tensor], dout: torch.Tensor, ids: torch.Tensor | None, starts: torch.Tensor | None
 ) -> dict[str, Callable[[], Any]]:
     """What is timed of a backend."""
     backend = attention_backend(name)
-    tokens = torch.zeros(leaves[0].shape[:2], dtype=torch.long, device="cuda")
+    tokens = torch.zeros(leaves[0].shape[:2], dtype=torch.long, device=leaves[0].device)
     mask = backend.prepare(ids, starts, tokens)
 
     def forward() -> torch.Tensor:
@@ -91,16 +80,6 @@ def calls_of(
     if ids is not None:
         calls["prepare"] = lambda: backend.prepare(ids, starts, tokens)
     return calls
-
-
-def peak_gib(call: Callable[[], Any]) -> float:
-    """What a call allocates at its peak, its results included."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
 def measure(names: list[str], shape: str, packed: bool, options: argparse.Namespace) -> dict[str, Any]:
@@ -117,7 +96,7 @@ def measure(names: list[str], shape: str, packed: bool, options: argparse.Namesp
     seen = pairs(starts, rows, length)
     flops = {"forward": 4 * options.heads * options.head_dim * seen}
     flops["forward and backward"] = flops["forward"] * 7 // 2
-    cache = torch.empty(2**28, dtype=torch.int8, device="cuda")
+    cache = torch.empty(CACHE_BYTES, dtype=torch.int8, device="cuda")
     table: dict[str, Any] = {"shape": shape, "packed": packed, "pairs_of_a_head": seen, "backends": {}, "failed": {}}
     if starts is not None:
         table["documents"] = int((starts < length).sum())
@@ -146,7 +125,7 @@ def measure(names: list[str], shape: str, packed: bool, options: argparse.Namesp
     for turn in range(options.rounds):
         for name in list(ready)[:: 1 if turn % 2 == 0 else -1]:
             for kind, call in ready[name].items():
-                table["backends"][name]["times_ms"][kind] += time_ms(call, options.repeats, cache)
+                table["backends"][name]["times_ms"][kind] += time_ms(call, options.repeats, cache=cache)
     peak = titan.peak_flops(torch.cuda.get_device_name())
     for name in list(ready):
         row = table["backends"][name]

@@ -11,6 +11,7 @@ One that fails, or is above the card's peak, is reported, and the rest goes on.
 """
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -22,7 +23,7 @@ from typing import Any, get_args
 import torch
 
 import titan
-from benchmarks.attention import peak_gib, time_ms
+from benchmarks.timing import CACHE_BYTES, peak_gib, time_ms
 from config.keys import all_keys
 from config.loss import BY_SWITCH, liger_chunk, loss_peak_bytes
 from config.schema import Config
@@ -51,14 +52,16 @@ def chunk_of(name: str, options: argparse.Namespace, vocab: int) -> int:
     return chunks.get(name, options.tokens)
 
 
-def call_of(name: str, compiled: bool, options: argparse.Namespace, inputs: list[torch.Tensor]) -> Callable[[], Any]:
-    """Loss and both gradients."""
+def call_of(
+    name: str, compiled: bool, options: argparse.Namespace, inputs: list[torch.Tensor], backend: str = "inductor"
+) -> Callable[[], Any]:
+    """Loss and both gradients; ``backend`` of torch.compile."""
     config = Config()
     config.loss.implementation = name
     config.loss.rows_per_chunk, config.loss.columns_per_chunk = options.rows_per_chunk, options.columns_per_chunk
     loss = loss_of(config)
     if compiled:
-        loss.compile(torch.compile)
+        loss.compile(functools.partial(torch.compile, backend=backend))
     hidden, weight, labels = inputs
 
     def both() -> tuple[torch.Tensor, ...]:
@@ -78,7 +81,7 @@ def measure(vocab: int, options: argparse.Namespace) -> dict[str, Any]:
     labels = torch.randint(0, vocab, (1, options.tokens), device="cuda", generator=generator)
     with torch.no_grad():
         weight.mul_(options.dim**-0.5)  # logits of variance 1
-    cache = torch.empty(2**28, dtype=torch.int8, device="cuda")
+    cache = torch.empty(CACHE_BYTES, dtype=torch.int8, device="cuda")
     table: dict[str, Any] = {"vocab": vocab, "rows": {}, "failed": {}}
     ready: dict[str, Callable[[], Any]] = {}
     first: torch.Tensor | None = None
@@ -114,7 +117,7 @@ def measure(vocab: int, options: argparse.Namespace) -> dict[str, Any]:
             torch.cuda.empty_cache()
     for turn in range(options.rounds):
         for label in list(ready)[:: 1 if turn % 2 == 0 else -1]:
-            table["rows"][label]["times_ms"] += time_ms(ready[label], options.repeats, cache)
+            table["rows"][label]["times_ms"] += time_ms(ready[label], options.repeats, cache=cache)
     peak = titan.peak_flops(torch.cuda.get_device_name())
     for label in list(ready):
         row = table["rows"][label]

@@ -10,6 +10,7 @@ allocates beyond weights and input, at its peak. A variant that fails is reporte
 """
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.timing import peak_gib, time_ms
 from config.schema import Moe
 from config.shapes import ModelShape, MoEShape
 from model.experts import KERNELS, loop_experts
@@ -86,29 +88,6 @@ def forward_backward(block: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor
     x.grad = None
     block.zero_grad(set_to_none=True)
     output_of(block, x).backward(grad)
-
-
-def peak_memory_gib(block: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor) -> float:
-    """Peak of one forward and backward above weights and input, gradients of the weights included."""
-    x.grad = None
-    block.zero_grad(set_to_none=True)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    output_of(block, x).backward(grad)
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**30
-
-
-def time_ms(block: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor, repeats: int) -> list[float]:
-    """Milliseconds of each of ``repeats`` passes, queued without waiting."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    events[0].record()
-    for event in events[1:]:
-        forward_backward(block, x, grad)
-        event.record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -260,14 +239,17 @@ def main() -> None:
         with torch.no_grad():
             out = output_of(block, x)
         reference = out if reference is None else reference
-        memory = peak_memory_gib(block, x, grad)
+        x.grad = None
+        block.zero_grad(set_to_none=True)
+        memory = peak_gib(functools.partial(forward_backward, block, x, grad))
         report["variants"][name] = {"peak_gib": memory, "output_difference": relative(out, reference)}
         blocks[name], times[name] = block, []
         block.zero_grad(set_to_none=True)
         print(f"ready: {name}", flush=True)
     for turn in range(arguments.rounds):
         for name in list(blocks)[:: 1 if turn % 2 == 0 else -1]:
-            measured = attempt(report, name, lambda name=name: time_ms(blocks[name], x, grad, arguments.repeats))
+            call = functools.partial(forward_backward, blocks[name], x, grad)
+            measured = attempt(report, name, functools.partial(time_ms, call, arguments.repeats))
             times[name] += measured[2:] if measured else []
             blocks[name].zero_grad(set_to_none=True)
     peers = [statistics.median(times[n]) for n in times if n.startswith("torchtitan") and times[n]]
