@@ -14,7 +14,7 @@ import torch
 from model import row_kernels, row_reference
 from model.permute import plan_rows
 
-EXPERTS, TOKENS = 6, 13
+EXPERTS, TOKENS = 6, 8
 
 
 def example(slots: int, dtype: torch.dtype, width: int, bound: bool):
