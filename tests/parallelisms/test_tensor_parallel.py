@@ -74,12 +74,13 @@ def test_shards_over_both_axes_reassemble_to_the_drawn_tensor(rows):
     assert ranks.run(4, whole_and_shard, config) == [[]] * 4
 
 
-def dtypes_seen(config) -> dict[str, str]:
+def dtypes_seen(config) -> dict[str, str | bool]:
     _, model, step, batch = built(config)
-    seen: dict[str, str] = {}
+    seen: dict[str, str | bool] = {}
     block = model.layers["0"]
     block.register_forward_hook(lambda m, inputs, out: seen.update(residual=str(out.dtype), rope=str(inputs[1].dtype)))
     block.register_forward_hook(lambda m, inputs, out: seen.update(given=type(inputs[0]).__name__))
+    block.register_forward_hook(lambda m, inputs, out: seen.update(autocast=torch.is_autocast_enabled("cpu")))
     block.attention.wo.register_forward_hook(lambda m, inputs, out: seen.update(sent=str(out.dtype)))
     loss = step.forward(batch.micro_batches[0])
     loss.backward()
@@ -92,6 +93,7 @@ def test_bfloat16_is_what_ranks_exchange_and_masters_stay_float32():
     assert seen == {
         "residual": "torch.bfloat16",
         "given": "Tensor",  # an AsyncCollectiveTensor gets no gradient of a compiled block
+        "autocast": False,  # FSDP2 has cast what should be
         "sent": "torch.bfloat16",
         "rope": "torch.float32",  # a table in bfloat16 turns position 257 as 256
         "loss": "torch.float32",
