@@ -19,25 +19,13 @@ from typing import Any
 import torch
 
 from benchmarks.moe_block import forward_backward, our_block, relative
+from benchmarks.timing import median_ms
 from config.shapes import ModelShape, MoEShape
 from model import row_ops
 from model.permute import plan_pieces, plan_rows
 
 Pass = tuple[int, Callable[[], Any]]
 """Bytes it has to move, and the pass."""
-
-
-def milliseconds(work: Callable[[], Any], repeats: int) -> float:
-    """Median over ``repeats`` calls that are queued without waiting, after three."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    for _ in range(3):
-        work()
-    events[0].record()
-    for event in events[1:]:
-        work()
-        event.record()
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False))
 
 
 def passes(tokens: int, slots: int, dim: int, hidden: int, experts: int) -> dict[str, Pass]:
@@ -77,7 +65,7 @@ def passes(tokens: int, slots: int, dim: int, hidden: int, experts: int) -> dict
 def measured(kernels: str, found: dict[str, Pass], repeats: int) -> dict[str, float]:
     """Milliseconds of each pass under ``moe.row_kernels``."""
     row_ops.choose_row_kernels(kernels, "cuda")
-    return {name: milliseconds(work, repeats) for name, (_, work) in found.items()}
+    return {name: median_ms([work], repeats, torch.device("cuda")) for name, (_, work) in found.items()}
 
 
 def of_layer(arguments: argparse.Namespace) -> dict[str, list[float]]:
@@ -101,7 +89,7 @@ def of_layer(arguments: argparse.Namespace) -> dict[str, list[float]]:
     for turn in range(4):
         for kernels in list(times)[:: 1 if turn % 2 == 0 else -1]:
             row_ops.choose_row_kernels(kernels, "cuda")
-            times[kernels].append(milliseconds(lambda: forward_backward(block, x, grad), 8))
+            times[kernels].append(median_ms([lambda: forward_backward(block, x, grad)], 8, torch.device("cuda")))
     return times
 
 
