@@ -166,3 +166,11 @@ def test_rooms_without_torch_load_without_torch(room: str) -> None:
     code = f"import sys, {', '.join(modules)}; print([m for m in {heavy} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
+
+
+def test_training_imports_the_compiler_when_it_compiles() -> None:
+    """Inductor takes two seconds of each rank, and datasets, TensorBoard and torchtitan as much together."""
+    late = ("torch._inductor.compile_fx", "datasets", "tensorboard", "torchtitan", "liger_kernel", "torchao")
+    code = f"import train, sys; print([name for name in {late} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout.strip() == "[]", result.stdout + result.stderr
