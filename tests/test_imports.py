@@ -169,7 +169,7 @@ def test_rooms_without_torch_load_without_torch(room: str) -> None:
 
 
 def test_training_imports_the_compiler_when_it_compiles() -> None:
-    """Inductor takes two seconds of each rank, and datasets, TensorBoard and torchtitan as much together."""
+    """Inductor alone takes two seconds of each rank; what a run may not use is imported where it is used."""
     late = ("torch._inductor.compile_fx", "datasets", "tensorboard", "torchtitan", "liger_kernel", "torchao")
     code = f"import train, sys; print([name for name in {late} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
