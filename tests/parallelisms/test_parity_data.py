@@ -71,6 +71,7 @@ ROWS = {
     "hsdp 2x2, direct": (4, HSDP | DIRECT),
     "one process, one micro-batch": (1, {"training__local_batch_size": 8}),
 }
+SLOW = ("fsdp2, freed always", "fsdp2, freed after forward alone", "fsdp2, gathered once a step", "hsdp 2x2, direct")
 # Boundary labels do not count, so ranks and micro-batches have unequal numbers of valid tokens.
 MODELS = {
     "plain": {},
@@ -81,7 +82,7 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", [pytest.param(r, marks=[pytest.mark.slow] * (r in SLOW)) for r in ROWS])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_mesh_trains_as_one_process_does(row, model):
     world_size, changes = ROWS[row]
