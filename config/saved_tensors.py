@@ -27,8 +27,6 @@ class Kernels:
 
     scores: int = 0
     """Keys a query meets, where the attention kernel keeps every score; 0 where it keeps none."""
-    opaque_norm: bool = False
-    """A norm that the compiler cannot recompute in the products' backward passes."""
     opaque_swiglu: bool = False
     """silu(gate) x up as one kernel: it keeps both operands, and not silu(gate)."""
 
@@ -42,9 +40,11 @@ class Block:
     eager: float
     """All that plain autograd keeps, the input included."""
     compiled: float
-    """What the compiler's partition keeps: it recomputes what is no product or attention kernel."""
+    """What the compiler's partition keeps: all inputs of products and of the attention kernel, silu(gate) not."""
     operators: float
     """With every second matrix product and the attention kernel kept (selective "op")."""
+    unread: float
+    """Of these, results of products that no backward pass reads: a compiler drops them."""
     experts: float
     """Of each of the three before, what experts keep: the same in every mode that does not recompute them."""
     working: float
@@ -61,9 +61,10 @@ def block(shape: ModelShape, numbers: Numbers, kernels: Kernels, *, with_experts
     scores = 6 * heads * kernels.scores
     scales = 4 * 2 + (4 * (heads + shape.n_kv_heads / t) if shape.qk_norm else 0)  # one float32 a norm
     norms = c * (q + kv) if shape.qk_norm else 0
-    product = c * d  # the output projection's result, which the norm after it reads again
+    product = c * d / t  # the output projection's result, which the norm after it reads again
     eager = boundary + normed + kernel + scores + norms + scales + boundary
-    compiled = boundary + kernel + scores + norms + scales + product / t + (2 * c * d if kernels.opaque_norm else 0)
+    compiled = boundary + 2 * normed + kernel + scores + norms + scales + product
+    unread = 0.0
     operators = boundary + c * (2 * q + kv) + 4 * heads + scores  # results of wq and wv, and of attention
     working = 2 * boundary + c * (2 * q + 2 * kv) + 2 * scores
     widths = [shape.hidden_dim / t]
@@ -72,11 +73,12 @@ def block(shape: ModelShape, numbers: Numbers, kernels: Kernels, *, with_experts
         widths = [shape.moe.shared_dim / t] if shape.moe.shared_dim else []
     for h in widths:
         eager += c * d + (3 if kernels.opaque_swiglu else 4) * c * h
-        compiled += (3 if kernels.opaque_swiglu else 2) * c * h
-        operators += c * h + product / t  # results of w1 and w2
+        compiled += 3 * c * h
+        operators += c * h + product  # results of w1 and w2
+        unread += product
         working += 3 * c * h
     if not with_experts:
-        return Block(boundary, eager, compiled, operators, 0.0, working)
+        return Block(boundary, eager, compiled, operators, unread, 0.0, working)
     moe = shape.moe
     assert moe is not None
     k, hidden = moe.top_k, moe.hidden_dim / t
@@ -88,6 +90,7 @@ def block(shape: ModelShape, numbers: Numbers, kernels: Kernels, *, with_experts
         eager + router + experts,
         compiled + router + experts,
         operators + c * d + experts,
+        unread,
         experts,
         working + rows,
     )

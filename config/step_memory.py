@@ -169,7 +169,7 @@ class Rank:
     def _block(self, layer: int) -> Block:
         config, liger = self.config, self.config.liger
         keeps_scores = config.attention.backend == "sdpa_math"
-        kernels = Kernels(config.training.seq_len if keeps_scores else 0, liger.rms_norm, liger.swiglu)
+        kernels = Kernels(config.training.seq_len if keeps_scores else 0, liger.swiglu)
         moe = self.shape.moe
         return block(self.shape, self.numbers, kernels, with_experts=moe is not None and moe.has_experts(layer))
 
@@ -179,7 +179,8 @@ class Rank:
         mode, inside = section.mode, each.compiled if compiled(self.config) else each.eager
         rest = inside - each.boundary - each.experts
         if mode == "selective" and section.selective_ac_option == "op":
-            return each.boundary, each.operators - each.boundary - each.experts, each.experts
+            unread = each.unread if compiled(self.config) else 0.0
+            return each.boundary, each.operators - unread - each.boundary - each.experts, each.experts
         if mode == "experts" and each.experts:
             return 2 * each.boundary, 0.0, each.experts
         if mode == "memory_budget":
@@ -189,11 +190,14 @@ class Rank:
             return each.boundary, 0.0, 0.0
         return each.boundary, rest, each.experts
 
-    def _keeps_weights(self, place: int) -> bool:
-        """Whether what block ``place`` saves includes its matrices in the compute dtype."""
+    def _weights_kept(self, place: int, layer: int) -> int:
+        """Elements of the matrices that block ``place`` saves in the compute dtype."""
         section = self.config.activation_checkpoint
+        if section.mode == "experts":
+            return self._matrices(layer, experts_alone=True)
         every = section.selective_ac_option
-        return section.mode == "none" or (section.mode == "selective" and every != "op" and place % int(every) != 0)
+        keeps = section.mode == "none" or (section.mode == "selective" and every != "op" and place % int(every) != 0)
+        return self._matrices(layer) if keeps else 0
 
     def _activations(self) -> tuple[Part, ...]:
         """All that forward passes have left, when the last block's is done."""
@@ -207,28 +211,31 @@ class Rank:
             Part("activations", exact),
             Part("activations", scaled, mode),
             Part("activations", experts, "experts"),
-            self._casts([place for place in range(len(layers)) if self._keeps_weights(place)]),
+            self._casts(sum(self._weights_kept(place, layer) for place, layer in enumerate(layers))),
             Part("gathered blocks", self._gathered()),
         )
 
-    def _casts(self, places: list[int]) -> Part:
-        """Weights in the compute dtype, which a forward pass under autocast leaves behind: without a compiler all of
-        them, checkpointed or not, as autocast's cache lives as long as the pass."""
-        if self.sharded or self.numbers.compute != 2:
-            return Part("weights in bfloat16", 0)
-        layers = self._layers()
-        counts = [self._matrices(layer) for layer in layers]
-        if compiled(self.config):
-            return Part("weights in bfloat16", 2 * sum(counts[place] for place in places), "casts")
-        return Part("weights in bfloat16", 2 * sum(counts))
+    @property
+    def _autocast(self) -> bool:
+        """Whether weights are cast where they are used, and their gradients cast back."""
+        return not self.sharded and self.numbers.compute == 2
 
-    def _matrices(self, layer: int) -> int:
+    def _casts(self, kept: int) -> Part:
+        """Weights in the compute dtype, which a forward pass under autocast leaves behind: the ``kept`` elements, and
+        without a compiler all, checkpointed or not, as autocast's cache lives as long as the pass."""
+        if not self._autocast:
+            return Part("weights in bfloat16", 0)
+        if compiled(self.config):
+            return Part("weights in bfloat16", 2 * kept, "casts")
+        return Part("weights in bfloat16", 2 * sum(self._matrices(layer) for layer in self._layers()))
+
+    def _matrices(self, layer: int, *, experts_alone: bool = False) -> int:
         """Elements of one block's matrices on this rank."""
         degrees = expert_spread(self.degrees)
         spread = degrees or ExpertDegrees(1, self.degrees["tp"], 1)
         found = 0
         for t in tensors(self.shape, [layer]):
-            if t.kind == "linear":
+            if t.kind == "linear" and (t.expert or not experts_alone):
                 found += t.numel // (
                     spread.ep * spread.etp if t.expert else self.degrees["tp"] if t.cut is not None else 1
                 )
@@ -255,14 +262,18 @@ class Rank:
         """
         each, tokens, mode = self._block(layer), self.tokens, "compiled" if compiled(self.config) else "eager"
         inside = (each.compiled if mode == "compiled" else each.eager) - each.boundary - each.experts
-        arriving = self._matrices(layer) * self.numbers.compute  # gradients, before they are float32
-        reduced = 4 * self._matrices(layer) if self._gathered() else 0
+        matrices = self._matrices(layer)
+        arriving = matrices * self.numbers.compute  # gradients, before they are float32
+        reduced = 4 * matrices if self._gathered() or self._autocast else 0
+        again = 2 * matrices if self._autocast and compiled(self.config) and not kept[1] else 0  # cast once more
         return (
             Part("activations", tokens * max(0.0, each.boundary - kept[0])),
             Part("activations", tokens * max(0.0, inside - kept[1]), mode),
             Part("activations", tokens * max(0.0, each.experts - kept[2]), "experts"),
             Part("gradients of activations", tokens * each.working + arriving, "working"),
-            Part("gathered blocks", self._gathered() + reduced),
+            Part("gathered blocks", self._gathered()),
+            Part("gradients", reduced),
+            Part("weights in bfloat16", again),
         )
 
     def _loss(self) -> tuple[Part, ...]:

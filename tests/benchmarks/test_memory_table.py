@@ -101,7 +101,7 @@ def test_the_fit_finds_what_made_the_measurements():
     counted = {
         row.name: abs(error_percent(row, foreseen(row, TRUE).peak / GIB, dict.fromkeys(NAMES, 1.0))) for row in unseen
     }
-    assert max(off.values()) < 4 < max(counted.values()), off
+    assert max(off.values()) < 5 < max(counted.values()), off
 
 
 def test_the_fit_is_written_with_what_it_comes_from(tmp_path, capsys):
