@@ -62,7 +62,7 @@ def gathered_ahead(depth: int | None) -> tuple[list[int], list[int]]:
 @pytest.mark.parametrize("depth", [None, 2])
 def test_blocks_are_gathered_as_far_ahead_as_asked(depth):
     forward, backward = ranks.run(2, gathered_ahead, depth)[0]
-    # The embedding, then six units of which the head's is kept: seven, and five blocks once more. FSDP2 by itself
-    # gathers one unit ahead in backward.
-    assert forward == [min(2 + i + (depth or 0), 6) for i in range(5)]
-    assert backward == [min(8 + i + (depth or 1), 12) for i in range(4)] + [13]
+    # The embedding and five blocks, then the head, which is kept and which the last block calls for if any are asked
+    # for; five blocks once more, in backward, where FSDP2 by itself gathers one unit ahead.
+    assert forward == [min(2 + i + (depth or 0), 6) for i in range(4)] + [7 if depth else 6]
+    assert backward == [min(8 + i + (depth or 1), 12) for i in range(5)]
