@@ -56,10 +56,10 @@ def content_hashes(paths: Sequence[str], index: Path | None = None) -> list[str]
     if index is None:
         return [found for found, _ in _read_all(paths)]
     stamps = [_stamp(path) for path in paths]
+    before = _identity(index)  # first, so that a renewal while this process reads the index is noticed
     known = _load(index)
     if all(_holds(known, path, stamp) for path, stamp in zip(paths, stamps, strict=True)):
         return [known[path][1] for path in paths]
-    before = _identity(index)
     with _locked(index):
         if _identity(index) == before:
             return _renew(paths, stamps, known, index)
@@ -129,12 +129,18 @@ def _load(index: Path) -> dict[str, tuple[Stamp, str]]:
 
 
 def _store(index: Path, entries: dict[str, tuple[Stamp, str]]) -> None:
-    """Replace the index in one rename."""
+    """Replace the index in one rename. A disk that is full keeps the old one, and nothing of the new."""
     with contextlib.suppress(OSError):
+        for leftover in index.parent.glob(f".{index.name}.*"):  # of a process that was killed: we hold the lock
+            leftover.unlink()
         descriptor, temporary = tempfile.mkstemp(prefix=f".{index.name}.", dir=index.parent)
-        with open(descriptor, "w") as stream:
-            json.dump([(path, *stamp, found) for path, (stamp, found) in entries.items()], stream)
-        os.rename(temporary, index)
+        try:
+            with open(descriptor, "w") as stream:
+                json.dump([(path, *stamp, found) for path, (stamp, found) in entries.items()], stream)
+            os.rename(temporary, index)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
 
 
 def _identity(index: Path) -> tuple[int, int] | None:

@@ -1,4 +1,6 @@
+import errno
 import hashlib
+import json
 import os
 import threading
 import time
@@ -135,6 +137,24 @@ def test_an_index_that_cannot_be_written_is_done_without(tmp_path, reads, settle
     for _ in range(2):
         assert content_hashes(paths, tmp_path / "file" / "index.json") == [sha("one")]
     assert reads == paths * 2
+
+
+def test_a_full_disk_is_not_filled_further(tmp_path, monkeypatch, reads, settled):
+    """The old index stays, and no part of a new one beside it."""
+    paths, cache = files(tmp_path, a="one"), tmp_path / "cache"
+    content_hashes(paths, cache / "index.json")
+    there = sorted(cache.iterdir())
+    (cache / ".index.json.killed").write_text("half")
+
+    def full(value, stream):
+        stream.write("[")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(json, "dump", full)
+    paths += files(tmp_path, b="two")
+    for _ in range(2):
+        assert content_hashes(paths, cache / "index.json") == [sha("one"), sha("two")]
+    assert sorted(cache.iterdir()) == there and reads == [paths[0], paths[1], paths[1]]
 
 
 def test_unreadable_files_are_named_with_an_index_too(tmp_path):
