@@ -65,6 +65,16 @@ def moe_rules(config: Config, shape: ModelShape, said: Said) -> Iterator[str]:
             f"{said('moe.experts')} computes in bfloat16, and {said('training.mixed_precision_param')}."
             ' Set moe.experts = "grouped_mm".'
         )
+    section = config.parallelism
+    whole = section.expert_parallel_degree > 1 and section.expert_tensor_parallel_degree == 1
+    parts = 1 if whole else section.tensor_parallel_degree
+    narrow = config.training.mixed_precision_param == "bfloat16" and moe.experts != "loop"
+    if narrow and (shape.dim % 8 or (shape.moe.hidden_dim % parts == 0 and shape.moe.hidden_dim // parts % 8)):
+        over = "" if parts == 1 else f" over {said('parallelism.tensor_parallel_degree')}"
+        yield (
+            f"{said('model.dim')} and {said('moe.hidden_dim')}{over}: kernels load 16 bytes at once, so that both sizes"
+            " must be multiples of 8 numbers on a rank. Change the size, or the degree."
+        )
 
 
 def moe_notes(config: Config, shape: ModelShape) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from config.errors import ConfigError
+from config.flavors import resolve_shape
 from config.keys import did_you_mean, shown
 from config.precision_schema import GROUPED, LINEAR
 from config.refusal import Said, compiled, compiles, tensor_parallel, without_fsdp2, zero_bubble
@@ -156,8 +157,10 @@ def _linear_rules(config: Config, shape: ModelShape, said: Said) -> Iterator[str
         )
 
 
-def precision_notes(config: Config) -> Iterator[str]:
+def precision_notes(config: Config, shape: ModelShape) -> Iterator[str]:
     """What is allowed and may surprise, a sentence each."""
+    if float8_experts(config) and shape.moe is None:
+        yield f'model.converters: "{GROUPED}" has no effect: flavor {config.model.flavor} has no experts'
     if float8_linears(config) and not config.quantize.linear.float8.emulate and not compiled(config):
         yield (
             "float8 without compiled blocks is slower than bfloat16: the casts are passes over memory of their own."
@@ -176,7 +179,8 @@ def check_float8_on(config: Config, device: str, capability: tuple[int, int], pr
     Raises:
         ConfigError: linear layers without torchao, or a device that does not have these products in float8.
     """
-    if float8_experts(config) and not config.quantize.grouped_mm.float8.emulate and capability != GROUPED_CAPABILITY:
+    products = float8_experts(config) and resolve_shape(config.model, config.moe).moe is not None
+    if products and not config.quantize.grouped_mm.float8.emulate and capability != GROUPED_CAPABILITY:
         what = "a CPU does" if device == "cpu" else f"this GPU ({capability[0]}.{capability[1]}) does"
         raise ConfigError(
             f'model.converters = ["{GROUPED}"]: {what} not have grouped products in float8; compute capability 9.0'

@@ -92,7 +92,7 @@ def check(config: Config, origins: dict[str, str]) -> list[str]:
         *moe_notes(config, shape),
         *expert_notes(config, shape),
         *profiling_notes(config),
-        *precision_notes(config),
+        *precision_notes(config, shape),
         *loss_notes(config, shape),
     ]
 

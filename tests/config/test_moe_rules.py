@@ -32,11 +32,32 @@ def refused(*arguments: str) -> str:
             ["parallelism.pipeline_parallel_degree = 2", 'moe.f_source = "exact"', "no schedule has one"],
         ),
         (["--moe.experts", "quack", "--training.mixed_precision_param", "float32"], ["bfloat16"]),
+        (["--moe.hidden_dim", "100"], ["moe.hidden_dim = 100", "multiples of 8"]),
+        (
+            ["--moe.hidden_dim", "72", "--parallelism.tensor_parallel_degree", "2"],
+            ["moe.hidden_dim = 72", "over parallelism.tensor_parallel_degree = 2"],
+        ),
     ],
 )
 def test_refused_with_numbers_and_a_way_out(arguments, parts):
     message = refused(*arguments)
     assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--moe.experts", "loop"],
+        ["--training.mixed_precision_param", "float32"],
+    ],
+)
+def test_sizes_matter_to_kernels_in_bfloat16_alone(arguments):
+    load([*MOE, "--moe.hidden_dim", "100", *arguments])
+
+
+def test_experts_that_stay_whole_are_not_cut():
+    whole = ["--parallelism.tensor_parallel_degree", "2", "--parallelism.expert_parallel_degree", "2"]
+    load([*MOE, "--moe.hidden_dim", "72", *whole])
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,13 @@ def test_a_key_matters_while_its_converter_is_one_of_several(tmp_path):
     assert [n.split()[0] for n in notes if "no effect" in n] == [GROUPED_FQNS]
 
 
+def test_a_dense_twin_leaves_float8_experts_unread_and_says_so(tmp_path):
+    found = load(tmp_path, EXPERTS | {"model.flavor": "debug_moe_dense"})
+    assert any("has no effect: flavor debug_moe_dense has no experts" in note for note in found.notes)
+    check_float8_on(found.config, "cpu", (0, 0), "")
+    assert not any("no experts" in note for note in load(tmp_path, EXPERTS).notes)
+
+
 def test_devices_that_cannot():
     config = Config()
     config.model.converters = [LINEAR]
@@ -109,7 +116,7 @@ def test_devices_that_cannot():
 
 def test_devices_that_cannot_have_experts_in_float8():
     config = Config()
-    config.model.converters = [GROUPED]
+    config.model.name, config.model.flavor, config.model.converters = "moe", "debug_moe", [GROUPED]
     check_float8_on(config, "cuda", (9, 0), "")
     check_float8_on(config, "cuda", (9, 0), "ModuleNotFoundError: No module named 'torchao'")
     found = (("cpu", (0, 0), "a CPU does"), ("cuda", (8, 9), "(8.9) does"), ("cuda", (10, 0), "(10.0) does"))
