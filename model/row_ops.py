@@ -36,14 +36,18 @@ def choose_row_kernels(name: str, device: str) -> None:
         ConfigError: Triton is asked for and cannot run.
     """
     global _choice
-    there = importlib.util.find_spec("triton") is not None
+    there = _triton_is_there()
     if name == "triton" and not (there and device == "cuda"):
         reason = "Triton is not installed" if device == "cuda" else f"its kernels run on CUDA, this device is {device}"
         raise ConfigError(f'moe.row_kernels = "triton": {reason}. Set moe.row_kernels = "auto".')
     _choice = name if name != "auto" or there else "torch"
     if device == "cuda":
-        chosen = "torch" if _choice == "torch" else "triton"
-        logger.info("moe.row_kernels: rows move by %s", {"triton": "Triton kernels", "torch": "compiled torch"}[chosen])
+        plain = "compiled torch" if there else "torch, not compiled: slowly, as Triton is not installed"
+        logger.info("moe.row_kernels: rows move by %s", plain if _choice == "torch" else "Triton kernels")
+
+
+def _triton_is_there() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _kernels(x: torch.Tensor) -> ModuleType:
@@ -60,7 +64,8 @@ def _compiled() -> Any:
     names = ("gather_sum", "combine_backward", "swiglu", "swiglu_backward")
     found = ModuleType("compiled row_reference")
     for name in names:
-        setattr(found, name, fused(getattr(row_reference, name)))
+        plain = getattr(row_reference, name)
+        setattr(found, name, fused(plain) if _triton_is_there() else plain)  # inductor needs Triton on CUDA as well
     found.gather_rows = torch.Tensor.__getitem__  # type: ignore[attr-defined]
     found.zero_empty_ = row_reference.zero_empty_  # type: ignore[attr-defined]
     return found
@@ -134,7 +139,8 @@ def combine(
 ) -> torch.Tensor:
     """(R, D), (T, slots) -> (T, D): each token's weighted sum (:func:`model.row_reference.gather_sum`).
 
-    The backward pass is one pass over ``rows``, which it keeps.
+    The backward pass is one pass over ``rows``, which it keeps. Experts do not take it: they differentiate their whole
+    network at once, and keep no results (model/experts_grouped.py).
     """
     return row_reference.gather_sum(rows, row, weights)
 
@@ -204,12 +210,12 @@ combine.register_autograd(_differentiate_combine, setup_context=_keep_combine)
 @operator(f"{NAMESPACE}::expert_swiglu")
 def swiglu(h: torch.Tensor) -> torch.Tensor:
     """:func:`model.row_reference.swiglu`, without a backward pass of its own."""
-    return row_reference.swiglu(h)
+    return row_reference.swiglu(h.contiguous())  # results lie in memory as compilers are told
 
 
 @swiglu.register_kernel("cuda")
 def _(h: torch.Tensor) -> torch.Tensor:
-    return _kernels(h).swiglu(h)
+    return _kernels(h).swiglu(h.contiguous())
 
 
 @swiglu.register_fake
@@ -222,14 +228,14 @@ def swiglu_backward(
     h: torch.Tensor, grad: torch.Tensor, weights: torch.Tensor, slot: torch.Tensor, ends: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """:func:`model.row_reference.swiglu_backward`."""
-    return row_reference.swiglu_backward(h, grad, weights, slot, ends)
+    return row_reference.swiglu_backward(h.contiguous(), grad.contiguous(), weights.contiguous(), slot, ends)
 
 
 @swiglu_backward.register_kernel("cuda")
 def _(
     h: torch.Tensor, grad: torch.Tensor, weights: torch.Tensor, slot: torch.Tensor, ends: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _kernels(h).swiglu_backward(h, grad, weights, slot, ends)
+    return _kernels(h).swiglu_backward(h.contiguous(), grad.contiguous(), weights.contiguous(), slot, ends)
 
 
 @swiglu_backward.register_fake

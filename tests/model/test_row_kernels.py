@@ -102,6 +102,23 @@ def test_operators_are_registered_as_compilers_and_autograd_want_them():
         torch.library.opcheck(operator, arguments)
 
 
+def test_results_lie_in_memory_as_compilers_are_told():
+    """Also those of inputs that do not: on a CPU the readable functions keep the order of their inputs."""
+    plan, weights, rows = example()
+    turned = [t.t().contiguous().t() for t in (torch.randn(len(rows), 16).double(), rows, weights)]
+    h, d, w = turned
+    for operator, arguments in (
+        (row_ops.gather_rows, (torch.randn(8, TOKENS).t(), plan.token, plan.row)),
+        (row_ops.combine, (d, w, *plan[:3])),
+        (row_ops.combine_backward, (torch.randn(8, TOKENS).double().t(), d, w, *plan[:3])),
+        (row_ops.swiglu, (h,)),
+        (row_ops.swiglu_backward, (h, d, w, plan.slot, plan.ends)),
+    ):
+        assert not arguments[0].is_contiguous()
+        torch.library.opcheck(operator, arguments, test_utils="test_faketensor")
+    assert torch.equal(row_ops.swiglu(h), row_ops.swiglu(h.contiguous()))
+
+
 def test_gradients_are_those_of_autograd():
     plan, weights, _ = example()
     here = plan.row < int(plan.ends[-1])
@@ -154,6 +171,18 @@ def test_the_choice_is_checked():
         row_ops.choose_row_kernels(name, "cpu")
     with pytest.raises(ConfigError, match='row_kernels = "triton".*CUDA.*"auto"'):
         row_ops.choose_row_kernels("triton", "cpu")
+
+
+def test_without_triton_the_readable_functions_run_as_they_are(monkeypatch, caplog):
+    monkeypatch.setattr(row_ops, "_triton_is_there", lambda: False)
+    monkeypatch.setattr(row_ops, "_choice", "auto")
+    monkeypatch.setattr(row_ops, "_compiled", functools.cache(row_ops._compiled.__wrapped__))
+    with caplog.at_level("INFO"):
+        row_ops.choose_row_kernels("auto", "cuda")
+    assert "not compiled" in caplog.text
+    assert row_ops._kernels(torch.zeros(1)).swiglu is row_reference.swiglu
+    with pytest.raises(ConfigError, match="Triton is not installed"):
+        row_ops.choose_row_kernels("triton", "cuda")
 
 
 # ---- on a GPU
