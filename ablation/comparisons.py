@@ -12,6 +12,7 @@ from ablation.measures import (
     Measure,
     held_out_measures,
     lower_is_better,
+    padding_measures,
     seconds_at_tokens,
     seconds_to_reach,
     throughput,
@@ -275,7 +276,7 @@ def comparison_table(c: Comparison, loss: dict[str, Any], speed: dict[str, Any],
         expectation = {"equivalent": "held", "better": "violated", "worse": "violated"}.get(loss["word"], "open")
     rows = [
         metric_row(measure, c.sides, paired=not (c.speed if measure.ratio else c.loss).unpaired)
-        for measure in (*MEASURES, *held_out_measures(c.sides.runs))
+        for measure in (*MEASURES, *padding_measures(c.sides.runs), *held_out_measures(c.sides.runs))
     ]
     return {
         "arm": c.label, "baseline": c.baseline, "role": c.role, "tier": c.tier,

@@ -46,7 +46,8 @@ def curves(run: Run, metric: str) -> dict[str, Any]:
         steps = range(last - len(line.get("step_times_s") or []) + 1, last + 1)
         times = [run.step_times[step] for step in steps if run.counts(step)]
         if times:
-            rate = run.tokens_per_step / quantile(times, 0.5) / run.world_size
+            tokens = run.tokens_per_step * line.get("data/fill_rate", 1.0)
+            rate = tokens / quantile(times, 0.5) / run.world_size
             rates.append((float(last * run.tokens_per_step), seconds[last], rate))
     table["rate"] = dict(zip(("tokens", "seconds", "values"), _blocks(rates), strict=False))
     return table

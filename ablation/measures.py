@@ -91,9 +91,9 @@ def median_step(run: Run) -> float | None:
 
 
 def throughput(run: Run) -> float | None:
-    """Unique tokens a second and device, from the median step."""
+    """Unique tokens a second and device, from the median step. Padding takes time and is no token."""
     step = median_step(run)
-    return None if step is None else run.tokens_per_step / step / run.world_size
+    return None if step is None else run.fill_rate * run.tokens_per_step / step / run.world_size
 
 
 def _peak(tag: str) -> Callable[[Run, float], float | None]:
@@ -167,6 +167,13 @@ def held_out_measures(runs: Sequence[Run]) -> list[Measure]:
     """A row for every metric of a held-out task that some run was evaluated on."""
     tags = sorted({tag for run in runs for tag in run.evaluations})
     return [Measure(tag.removeprefix(PREFIX), "", False, _at(tag), "held-out task (lm-eval)") for tag in tags]
+
+
+def padding_measures(runs: Sequence[Run]) -> list[Measure]:
+    """A row for the share of positions that are no padding, if some run was padded."""
+    padded = any(run.fill_rate < 1 for run in runs)
+    note = "of all positions, those that hold a token of a document"
+    return [Measure("fill rate", "share", False, lambda run, _: run.fill_rate, note)] if padded else []
 
 
 MEASURES = (

@@ -85,6 +85,13 @@ class Run:
         """Unique tokens of one optimizer step over all devices."""
         return int(self.record["tokens_per_step"])
 
+    @cached_property
+    def fill_rate(self) -> float:
+        """Share of all positions that held a token of a document; 1 where nothing was padded."""
+        shares = [(len(line.get("step_times_s") or []), line.get("data/fill_rate", 1.0)) for line in self.lines]
+        steps = sum(count for count, _ in shares)
+        return sum(count * share for count, share in shares) / steps if steps else 1.0
+
     @property
     def started(self) -> str:
         """ISO time of the start; sorts as text."""

@@ -5,8 +5,8 @@ Tags are torchtitan's, plus ``lr``, validation and the true utilisation. Differe
 * throughput(tps), tflops, mfu(%) and time_metrics/end_to_end(s) come from step times alone, without excluded steps
   (trainer/step_timer.py). A window in which every step is excluded has none of them.
 * throughput counts each token of the global batch once, divided by the number of devices, and padding not at all: it,
-  tflops and mfu(%) are those of tokens of documents. data/fill_rate is their share of the positions of the log step.
-  ``tokens`` counts positions.
+  tflops and mfu(%) are those of tokens of documents. data/fill_rate is their share of the positions since the
+  last log line. ``tokens`` counts positions.
 * tflops and mfu(%) use torchtitan's formula, to compare; tflops_causal and mfu_causal(%) count what a causal model with
   its head really multiplies.
 
@@ -140,7 +140,7 @@ class Metrics:
         rates = [1.0] * len(times.seconds) if fill_rates is None else list(fill_rates)
         values |= self._speed(times, rates)
         if rates:
-            values["data/fill_rate"] = rates[-1]
+            values["data/fill_rate"] = sum(rates) / len(rates)
         values |= self._memory.collect()
         values |= {**(validation or {}), **(extra or {})}
         self._write(

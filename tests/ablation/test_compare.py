@@ -77,6 +77,21 @@ def test_differences_and_intervals_are_those_of_the_runs(tmp_path):
     assert comparison["speed"]["value"] == pytest.approx(ratio)
 
 
+def test_padding_has_a_row_where_there_is_any(tmp_path):
+    for order, (arm, rate) in enumerate((("split_fill", 1.0), ("padded", 0.75))):
+        for seed in (1, 2):
+            write_run(
+                tmp_path / "runs" / f"{order}-{seed}", truth=Arm({"data.packing": arm}), seed=seed, order=order,
+                change_line=lambda line, rate=rate: line.update({"data/fill_rate": rate}),
+            )  # fmt: skip
+    (padded,) = result_of(tmp_path / "runs")["comparisons"]
+    row = next(row for row in padded["metrics"] if row["name"] == "fill rate")
+    assert row["value"] == pytest.approx(-0.25)
+    assert padded["speed"]["value"] == pytest.approx(0.75, rel=0.05)
+    plain = by_arm(result_of(write_ablation(tmp_path / "plain", three_arms())))["wd_0.2"]
+    assert "fill rate" not in [row["name"] for row in plain["metrics"]]
+
+
 def test_bands_come_from_the_a_a_runs(tmp_path):
     result = result_of(write_ablation(tmp_path, three_arms()))
     loss, speed = result["aa"]["wd_0.1"]["loss"], result["aa"]["wd_0.1"]["speed"]

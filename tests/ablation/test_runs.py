@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from ablation.evidence import curves
 from ablation.measures import (
     median_step,
     seconds_to_reach,
@@ -58,6 +59,17 @@ def test_throughput_comes_from_step_times_that_count(tmp_path):
     assert throughput(run) == pytest.approx(2048 / 0.05 / 2)
     seconds = training_seconds(run)
     assert seconds[0] == 0 and seconds[60] == pytest.approx(60 * 0.05)
+
+
+def test_padding_takes_time_and_is_no_token(tmp_path):
+    def half_empty(line):
+        line["data/fill_rate"] = 0.4 if line["step"] <= 30 else 0.6
+
+    run = read_run(write_run(tmp_path / "r", noise=STILL, change_line=half_empty))
+    assert run.fill_rate == pytest.approx(0.5)
+    assert throughput(run) == pytest.approx(0.5 * 2048 / 0.1)
+    rates = curves(run, VALIDATION_LOSS)["rate"]["values"]
+    assert rates[1] == pytest.approx(0.4 * 2048 / 0.1) and rates[-1] == pytest.approx(0.6 * 2048 / 0.1)
 
 
 def test_values_at_tokens_and_at_seconds(tmp_path):

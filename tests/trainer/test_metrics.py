@@ -218,4 +218,4 @@ def test_padding_is_not_throughput(run):
     log(metrics, 5, times=StepTimes(4, [9.0, 1.0], {4: "warm-up"}), fill_rates=[0.1, 0.75])
     line = lines(run)[-1]
     assert line["throughput(tps)"] == 0.75 * 1000 / 2
-    assert line["data/fill_rate"] == 0.75
+    assert line["data/fill_rate"] == (0.1 + 0.75) / 2  # of all steps since the last line, timed or not
