@@ -2,7 +2,7 @@
 
 A step has four moments at which memory may be fullest: at the loss and in the last block's backward pass (all
 activations), in the first block's backward pass (all gradients), and in the optimizer's step. Between the middle two,
-activations go and gradients come at one pace.
+activations go and gradients come at one pace. A fifth is between two micro-batches, if gathered parameters are kept.
 """
 
 from __future__ import annotations
@@ -88,9 +88,10 @@ class Rank:
                 found.append(self.gathered_moment())
             head = Part("gradients", 0 if self.accumulates or not self._has_head else self._head_gradient())
             last = self._backward(layers[-1], kept=self._kept(len(layers) - 1, layers[-1]))
-            found.append(Moment("in the last block's backward pass", (*kept, head, *last)))
+            found.append(Moment("in the last block's backward pass", (*kept, head, self._sent(), *last)))
         if self._has_head:
-            found.append(Moment("at the loss", (*kept, *self._loss())))
+            before = (self._sent(),) if self.accumulates else ()
+            found.append(Moment("at the loss", (*kept, *before, *self._loss())))
         return tuple(found)
 
     def _held(self) -> tuple[Part, Part, Part]:
@@ -108,10 +109,22 @@ class Rank:
         (weights, gradients, states), layers = self._held(), self._layers()
         whole = self.numbers.compute * self._elements() * self.sharded
         gathered = Part("gathered blocks", max(0, whole - self._gathered()))
-        ended = self._backward(layers[0]) if layers else ()
+        ended = (self._sent(), *(self._backward(layers[0]) if layers else ()))
         return Moment(
             "between two micro-batches", (weights, self._whole_gradients() or gradients, states, gathered, *ended)
         )
+
+    def _sent(self) -> Part:
+        """The message of the latest reduction, which FSDP2 keeps until the next begins: the head's while the last block
+        goes back, the embedding's until the next micro-batch has come to its head. Not in a pipeline, which reduces
+        when its schedule ends.
+        """
+        section, training = self.config.parallelism, self.config.training
+        if not self._gathered() or self.modules is not None or section.fsdp_version == 1 or self._whole_gradients():
+            return Part("gradients", 0)
+        direct = section.fsdp_collectives == "direct" and self.degrees["dp_replicate"] == 1
+        wide = 2 if training.mixed_precision_reduce == "bfloat16" else self.numbers.compute if direct else 4
+        return Part("gradients", wide * self.shape.vocab_size * self.shape.dim // self.degrees["tp"])
 
     def _elements(self) -> int:
         """Parameters of the modules here, whole along the axes that FSDP shards over."""

@@ -76,7 +76,7 @@ def apply_direct_collectives(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(gather)
             module.set_custom_reduce_scatter(reduce)
-    logger.info("Applied direct collectives: no parameter or gradient is packed")
+    logger.info("Applied direct collectives; what does not fit them is packed (docs/parallelisms.md)")
 
 
 def _replace() -> None:
@@ -171,6 +171,7 @@ def _reduce(
         and all_reduce_hook is None
         and factor == 1.0
         and (reduce_dtype or unsharded_grads[0].dtype) == orig_dtype
+        and len({g.dtype for g in unsharded_grads}) == 1  # else FSDP2 says what is wrong
         and all(_sends_rows(p, g, group.size()) for p, g in zip(fsdp_params, unsharded_grads, strict=True))
     ):
         return packed(

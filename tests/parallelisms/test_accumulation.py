@@ -1,11 +1,15 @@
 """What the micro-batches of a step send and keep, and that sending without packing gives the same bits."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
 from config.estimate import Estimate, coefficient_table, estimate, keeps_gathered
+from config.flavors import resolve_shape
 from config.load import load
+from parallelisms import direct_collectives
 from parallelisms.names import named_parameters
 from parallelisms.sum_of_ranks import sum_of_ranks
 from tests import ranks
@@ -86,6 +90,20 @@ def test_what_does_not_fit_is_packed():
     assert calls["dp_shard"]["reduce_scatter"] == UNITS * MICRO_BATCHES and "send" not in calls["dp_shard"]
 
 
+def test_gradients_of_two_dtypes_are_left_to_fsdp2():
+    """It refuses them; messages of one dtype received as another would be wrong numbers."""
+    p = SimpleNamespace(
+        fsdp_placement=SimpleNamespace(dim=0), offload_to_cpu=False, sharded_param=SimpleNamespace(grad=None)
+    )
+    gradients = [torch.ones(4, dtype=torch.bfloat16), torch.ones(4)]
+    found = direct_collectives._reduce(
+        lambda *arguments: "packed", [p, p], gradients, SimpleNamespace(size=lambda: 2), None,
+        direct_collectives.DirectReduceScatter(), torch.float32, torch.float32, torch.device("cpu"), 1.0, None, None,
+        True, None, None,
+    )  # fmt: skip
+    assert found == "packed"
+
+
 def config_of(*words):
     return load(["--job.config_file", "benchmarks/configs/dense_1b.toml", *words]).config
 
@@ -122,6 +140,35 @@ def test_the_estimate_counts_what_waits():
     moment = next(m for m in never.moments if m.name == "between two micro-batches")
     assert isinstance(free, Estimate)
     assert moment.size(coefficient_table()["coefficients"]) > 2 * elements
+
+
+def message_between(config):
+    """Bytes of the reduction that FSDP2 still holds when the second micro-batch begins."""
+    _, _, step, batch = built(config)
+    found, prepare = [], step.passes.set_gradient_sync
+
+    def look(module, last):
+        context = vars(module._get_fsdp_state()._comm_ctx)  # empty before the first micro-batch
+        states = context.get("reduce_scatter_states") or [context.get("reduce_scatter_state")]  # torch 2.13, 2.11
+        kept = [state.reduce_scatter_input for state in states if state is not None]
+        tensors = [x for message in kept for x in (message if isinstance(message, list) else [message])]
+        found.append(sum(x.numel() * x.element_size() for x in tensors))
+        prepare(module, last)
+
+    step.passes.set_gradient_sync = look
+    step(batch)
+    return found[1]
+
+
+@pytest.mark.parametrize("changes, width", [({}, 4), (DIRECT, 2), (LAST, 0)], ids=["packed", "direct", "last"])
+def test_the_estimate_counts_the_message_that_fsdp2_keeps(changes, width):
+    """The embedding's, whole: it lies beside the activations and the loss of the next micro-batch."""
+    config = dense(2, **FSDP2 | BF16 | changes)
+    shape = resolve_shape(config.model)
+    message = width * shape.vocab_size * shape.dim
+    loss = next(m for m in estimate(config, 2).moments if m.name == "at the loss")
+    assert message in [part.size for part in loss.parts if part.name == "gradients"]
+    assert ranks.run(2, message_between, config)[0] == message
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
