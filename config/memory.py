@@ -12,6 +12,8 @@ from config.flavors import ModelShape
 FLOAT32_BYTES = 4
 STATES_OF = {"AdamW": 2, "Adam": 2, "SGD": 0}
 """float32 optimizer states a parameter has: both moments of Adam; plain SGD keeps none."""
+PIECE_BYTES = 2**28
+"""Offloaded states that are updated at once, at most, unless one parameter has more (trainer/state_offload.py)."""
 MOMENTS = ("after forward", "after backward", "in the optimizer step")
 
 
@@ -71,6 +73,35 @@ def memory(
     size = FLOAT32_BYTES * elements
     kept = elements if state_degree == 1 else _fullest([prod(s) for s in shapes], state_degree)
     return Memory(parameters=size, gradients=size, optimizer_states=state_bytes * kept * STATES_OF[optimizer])
+
+
+def state_pieces(
+    shape: ModelShape,
+    modules: Collection[str] | None,
+    shard_degree: int,
+    tensor_degree: int,
+    expert_degrees: ExpertDegrees | None,
+) -> list[int]:
+    """Bytes of Adam's states in each piece of an update whose states wait in CPU memory, in the order of parameters.
+
+    Arguments as of :func:`memory`.
+    """
+    if modules is None:
+        ends = ["norm"] if shape.enable_weight_tying else ["norm", "output"]
+        modules = ["tok_embeddings", *(f"layers.{i}" for i in range(shape.n_layers)), *ends]
+    each = STATES_OF["AdamW"] * FLOAT32_BYTES
+    found = [0]
+    for module in modules:
+        shapes = local_shapes(shape, tensor_degree, [module], experts=expert_degrees is None)
+        sizes = [each * -(-s[0] // shard_degree) * prod(s[1:]) for s in shapes]
+        if expert_degrees is not None:
+            degree = expert_degrees.ep * expert_degrees.etp * expert_degrees.efsdp
+            sizes += [each * t.numel // degree for t in tensors(shape, _layers([module])) if t.expert]
+        for size in sizes:
+            if found[-1] + size > PIECE_BYTES:
+                found.append(0)
+            found[-1] += size
+    return found
 
 
 def zero_table(

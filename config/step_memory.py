@@ -14,7 +14,7 @@ from math import prod
 from config.arithmetic import tensors
 from config.flavors import resolve_shape
 from config.loss import loss_implementation, loss_peak_bytes
-from config.memory import ExpertDegrees, Memory, expert_spread, local_shapes, memory
+from config.memory import ExpertDegrees, Memory, expert_spread, local_shapes, memory, state_pieces
 from config.refusal import compiled, compiles
 from config.saved_tensors import Block, Kernels, Numbers, block
 from config.schema import Config
@@ -22,8 +22,6 @@ from config.shapes import ModelShape
 
 BLOCKS_ON_DEVICE = 2
 """Blocks whose activations are on the device under offload (parallelisms/activation_offload.py)."""
-STATE_PIECES = 3 * 2**28
-"""Bytes of offloaded states on the device during an update (trainer/state_offload.py)."""
 RECOMPUTED = ("full", "nested")
 ENDS = ("tok_embeddings", "norm", "output")
 
@@ -315,8 +313,10 @@ class Rank:
         section = self.config.optimizer
         if self.config.training.enable_cpu_offload:
             return 0
-        if section.state_offload:
-            return STATE_PIECES
+        if section.state_offload:  # a piece on its way in, one that is updated, one on its way out
+            shards, spread = self.degrees["dp_shard"] * self.degrees["cp"], expert_spread(self.degrees)
+            pieces = state_pieces(self.shape, self.modules, shards, self.degrees["tp"], spread)
+            return max(sum(pieces[i : i + 3]) for i in range(len(pieces)))
         if (
             section.name in ("Adam", "AdamW")
             and section.implementation == "foreach"

@@ -3,10 +3,14 @@
 import pytest
 
 from config.estimate import NAMES, coefficient_table, estimate, provenance
+from config.flavors import resolve_shape
 from config.load import load
+from config.memory import memory, state_pieces
 from config.memory_advice import advice, advice_sentence
 from config.saved_tensors import Kernels, Numbers, block
 from config.shapes import ModelShape
+from config.step_memory import held_by
+from config.world import mesh_degrees
 
 COUNTED = dict.fromkeys(NAMES, 1.0)
 SHAPE = ModelShape(vocab_size=1000, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=160, max_seq_len=512)
@@ -115,6 +119,27 @@ def test_advice_is_the_best_of_each_kind_and_saves_what_it_says():
     for switch in found:
         words = [word for key, value in switch.changes.items() for word in (f"--{key}", str(value).lower())]
         assert estimate(config_of(*words), 1).peak == switch.peak == estimate(config, 1).peak - switch.saved
+
+
+def test_offloaded_states_are_on_the_device_three_pieces_at_a_time():
+    def update(file, *words):
+        config = config_of("--optimizer.state_offload", "true", *words, file=file)
+        moments = {moment.name: moment.parts for moment in estimate(config, 1, COUNTED).moments}
+        return next(part.size for part in moments["in the optimizer step"] if part.name == "update")
+
+    down, norms, head = 4096 * 14336, 3 * 4096, 128_256 * 4096  # of Llama 3 8B, at its end: each is a piece
+    assert update("benchmarks/configs/dense_8b.toml") == 8 * (down + norms + head)
+    small = "train_configs/debug_cpu.toml"  # all of it is one piece
+    config = config_of(file=small)
+    assert update(small) == held_by(config, mesh_degrees(config, 1), None).optimizer_states
+
+
+def test_pieces_of_states_hold_every_state_once():
+    for file in ("benchmarks/configs/dense_8b.toml", "benchmarks/configs/moe_7b.toml", "train_configs/debug_moe.toml"):
+        config = config_of("--training.local_batch_size", "1", file=file)
+        shape = resolve_shape(config.model, config.moe)
+        assert sum(state_pieces(shape, None, 1, 1, None)) == memory(shape, "AdamW").optimizer_states
+        assert sum(state_pieces(shape, None, 4, 2, None)) == memory(shape, "AdamW", 4, tensor_degree=2).optimizer_states
 
 
 def test_what_is_on_already_or_refused_is_not_advised():
