@@ -27,8 +27,8 @@ from typing import Any
 
 from benchmarks.rows import SPEED, file_name, lacks, load_raw, row_of, save_raw, sentence
 from benchmarks.session import OutOfTime, Row, Session
-from benchmarks.side import ROOT, WARM_UP, WINDOW, Job, Side, parse_settings
-from benchmarks.side_ours import Ours
+from benchmarks.side import ROOT, WINDOW, Job, Side, parse_settings
+from benchmarks.side_ours import Arm, Ours
 from benchmarks.side_torchtitan import Torchtitan
 from benchmarks.side_transformers import Transformers
 from benchmarks.workloads import TABLE, WORKLOADS, Workload
@@ -37,7 +37,7 @@ from config.errors import ConfigError
 from config.flavors import resolve_shape
 from config.load import load_file
 
-PEERS = ("torchtitan", "transformers")
+PEERS = ("torchtitan", "transformers", "arm")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--peer_path", help="folder that holds torchtitan 0.2.2")
     made.add_argument("--out", type=Path, default=SPEED, help="folder of the raw files")
     made.add_argument("--again", action="store_true", help="measure rows anew that are measured")
-    kinds: dict[str, type[Side]] = {"ours": Ours, "torchtitan": Torchtitan, "transformers": Transformers}
+    kinds: dict[str, type[Side]] = {"ours": Ours, "torchtitan": Torchtitan, "transformers": Transformers, "arm": Arm}
     for side, kind in kinds.items():
         made.add_argument(
             f"--{side}_settings",
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
         help="the setting that runs first, or fastest",
     )
     made.add_argument("--once", action="store_true", help="one run a side: a drift of the machine shows as a ratio")
-    made.add_argument("--steps", type=int, default=WARM_UP + 20, help=f"the first {WARM_UP} are left out")
+    made.add_argument("--timed_steps", type=int, default=20, help="after those of the workload's warm-up")
     made.add_argument("--limit_s", type=float, default=280.0, help="longest run of a side")
     made.add_argument("--budget_s", type=float, default=float("inf"), help="end after so long, keeping what is done")
     made.add_argument("--commit", help="of the checkout, where git is not at hand")
@@ -126,7 +126,7 @@ def job_of(workload: Workload, arguments: argparse.Namespace, device: str, work:
         shape=resolve_shape(config.model, config.moe),
         ngpu=arguments.ngpu,
         device=device,
-        steps=arguments.steps,
+        steps=workload.warm_up + arguments.timed_steps,
         work=work,
         limit_s=arguments.limit_s,
         ours_options=tuple(arguments.ours_options),
@@ -146,6 +146,7 @@ def open_row(
         "torch": environment["torch"],
         "commit": arguments.commit,
         "steps": job.steps,
+        "warm_up": job.workload.warm_up,
         "once": arguments.once,
         "search": arguments.search,
         "settings": {side: lists[side] for side in ("ours", peer.name)},
@@ -224,10 +225,8 @@ def _say(line: str) -> None:
 
 def check(arguments: argparse.Namespace, machine: dict[str, Any]) -> None:
     """ConfigError: numbers that cannot be."""
-    if arguments.steps < WARM_UP + WINDOW or (arguments.steps - WARM_UP) % WINDOW:
-        raise ConfigError(
-            f"--steps {arguments.steps}: must be {WARM_UP} of warm-up and a multiple of {WINDOW} that are timed"
-        )
+    if arguments.timed_steps < WINDOW or arguments.timed_steps % WINDOW:
+        raise ConfigError(f"--timed_steps {arguments.timed_steps}: must be a multiple of {WINDOW}")
     there = machine["gpu_count"]
     if arguments.ngpu < 1:
         raise ConfigError(f"--ngpu {arguments.ngpu}: must be at least 1")
@@ -244,7 +243,7 @@ def main(argv: list[str] | None = None) -> int:
         wanted, here = wanted_rows(arguments), machine()
         check(arguments, here)
         arguments.commit = arguments.commit or commit()
-        peers: dict[str, Side] = {p.name: p for p in (Torchtitan(arguments.peer_path), Transformers())}
+        peers: dict[str, Side] = {p.name: p for p in (Torchtitan(arguments.peer_path), Transformers(), Arm())}
         absent = {name: why for name in {p for ps in wanted.values() for p in ps} if (why := peers[name].missing())}
         for why in absent.values():
             print(f"Left out: {why}", flush=True)

@@ -15,7 +15,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.side import WARM_UP, WINDOW
+from benchmarks.side import WINDOW
+from benchmarks.workloads import WARM_UP
 
 RESULTS = Path(__file__).parent / "results"
 SPEED = RESULTS / "speed"
@@ -59,12 +60,12 @@ def lacks(raw: dict[str, Any], side: str, runs: int) -> bool:
     return failure(raw, side) is None and len(good_runs(raw, side)) < runs
 
 
-def rates(run: dict[str, Any], tokens_per_step: int) -> list[float]:
-    """Tokens/s a GPU over each window of WINDOW steps after WARM_UP."""
+def rates(run: dict[str, Any], tokens_per_step: int, warm_up: int = WARM_UP) -> list[float]:
+    """Tokens/s a GPU over each window of WINDOW steps after ``warm_up``."""
     times = run["step_times_s"]
     if times is None:
         return run["window_tokens_per_s"]
-    windows = [times[first : first + WINDOW] for first in range(WARM_UP, len(times) - WINDOW + 1, WINDOW)]
+    windows = [times[first : first + WINDOW] for first in range(warm_up, len(times) - WINDOW + 1, WINDOW)]
     return [tokens_per_step * WINDOW / sum(window) for window in windows]
 
 
@@ -74,22 +75,24 @@ def row_of(raw: dict[str, Any], name: str) -> dict[str, Any]:
     and ``error`` says why.
     """
     identity = raw["identity"]
-    peer = identity["peer"]
+    peer, warm_up = identity["peer"], identity.get("warm_up", WARM_UP)
     row: dict[str, Any] = {"workload": identity["workload"], "peer": raw["title"], "ratio": None}
     figures: dict[str, dict[str, Any]] = {}
     for label, side in (("ours", "ours"), ("peer", peer)):
         runs = good_runs(raw, side)
-        speed = statistics.median(r for run in runs for r in rates(run, raw["tokens_per_step"])) if runs else None
+        windows = [rate for run in runs for rate in rates(run, raw["tokens_per_step"], warm_up)]
+        speed = statistics.median(windows) if windows else None
         memory = [run["reserved_gib"] for run in runs if run["reserved_gib"] is not None]
         figures[label] = {
             "tokens_per_s": speed,
             "tflops": speed * raw["flops_per_token"] / 1e12 if speed else None,
             "reserved_gib": max(memory) if memory else None,
             "loss": list(runs[-1]["losses"].values())[-1] if runs else None,
+            "max_violation": runs[-1].get("max_violation") if runs else None,
         }
     if figures["ours"]["tokens_per_s"] and figures["peer"]["tokens_per_s"]:
         row["ratio"] = figures["ours"]["tokens_per_s"] / figures["peer"]["tokens_per_s"]
-    for key in ("tokens_per_s", "tflops", "reserved_gib", "loss"):
+    for key in ("tokens_per_s", "tflops", "reserved_gib", "loss", "max_violation"):
         row |= {f"{label}_{key}": values[key] for label, values in figures.items()}
     sides = (("ours", "ours"), ("peer", peer))
     errors = [f"{side}: {reason}" for _, side in sides if (reason := failure(raw, side))]
@@ -100,7 +103,7 @@ def row_of(raw: dict[str, Any], name: str) -> dict[str, Any]:
         "commit": identity["commit"],
         "settings": {label: _setting(raw, side) for label, side in sides},
         "runs": {label: len(good_runs(raw, side)) for label, side in sides},
-        "steps": identity["steps"] - WARM_UP,
+        "steps": identity["steps"] - warm_up,
         "error": "; ".join(errors) or None,
         "notes": raw["notes"],
         "raw": name,
@@ -125,4 +128,6 @@ def sentence(row: dict[str, Any]) -> str:
         f"  ({pair('tokens_per_s', ',.0f')} tokens/s a GPU, {pair('tflops', ',.1f')} TFLOP/s,"
         f" {pair('reserved_gib', '.1f')} GiB, loss {pair('loss', '.3f')})"
     )
+    if row["ours_max_violation"] is not None:
+        text += f"  MaxVio {pair('max_violation', '.2f')}"
     return text + (f"  [{row['error']}]" if row["error"] else "")

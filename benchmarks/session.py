@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rows import lacks, rates, save_raw
-from benchmarks.side import WARM_UP, WINDOW, Job, RunFailed, Setting, Side, TooSlow
+from benchmarks.side import WINDOW, Job, RunFailed, Setting, Side, TooSlow
+from benchmarks.workloads import WARM_UP
 
 TRY_STEPS = WARM_UP + WINDOW
 """Steps of a run that only chooses between settings."""
@@ -118,7 +119,7 @@ class Session:
                 self._record(name, setting, error.reason, error)
                 last = error
                 continue
-            speed = statistics.median(rates(run, self.job.tokens_per_step))
+            speed = statistics.median(rates(run, self.job.tokens_per_step, self.job.workload.warm_up))
             loss = list(run["losses"].values())[-1]
             self.say(f"{name} {setting}: {speed:,.0f} tokens/s a GPU, loss {loss:.3f}, {run['seconds']:.0f} s")
             return run

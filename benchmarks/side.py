@@ -17,8 +17,6 @@ from config.schema import Config
 from config.shapes import ModelShape
 
 ROOT = Path(__file__).resolve().parents[1]
-WARM_UP = 5
-"""Steps left out on every side: they compile, allocate and connect."""
 WINDOW = 5
 """Steps over which a rate is formed. torchtitan prints rates at log steps only and waits for the device there, so a log
 step each step would slow it; the other sides' step times are averaged over equal windows."""
@@ -86,8 +84,8 @@ class Side(Protocol):
 
         Returns:
             JSON values: ``command``, ``step_times_s`` (seconds of every step, or None) or ``window_tokens_per_s``
-            (tokens/s a GPU in each window of WINDOW steps after WARM_UP), ``losses`` (step -> nats), ``reserved_gib``
-            (peak on the first rank), ``log_tail``.
+            (tokens/s a GPU in each window of WINDOW steps after the workload's warm-up), ``losses`` (step -> nats),
+            ``reserved_gib`` (peak on the first rank), ``log_tail``.
 
         Raises:
             RunFailed: it did not end well.

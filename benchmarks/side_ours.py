@@ -1,4 +1,4 @@
-"""Our side: train.py, and what its run directory says."""
+"""Our side: train.py, and what its run directory says; and our side again under another setting."""
 
 from __future__ import annotations
 
@@ -18,7 +18,20 @@ class Ours:
         "op": ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op"),
         "full": ("--activation_checkpoint.mode", "full"),
         "eager": ("--compile.enable", "false"),
-    }
+        "direct": ("--parallelism.fsdp_collectives", "direct"),
+        "ep2": ("--parallelism.expert_parallel_degree", "2"),
+        "dedup": ("--moe.dispatcher", "all_to_all_dedup"),
+        "uniform": ("--moe.balance", "forced_uniform"),
+        "skew": ("--moe.balance", "forced_skew"),
+        "float8": (
+            "--model.converters", '["quantize.linear.float8"]',
+            "--quantize.linear.float8.enable_fsdp_float8_all_gather", "true",
+            "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp", "true",
+        ),
+        "float8_experts": (
+            "--model.converters", '["quantize.grouped_mm.float8"]', "--quantize.grouped_mm.float8.fqns", '["experts"]',
+        ),
+    }  # fmt: skip
 
     def missing(self) -> str | None:
         return None
@@ -55,7 +68,20 @@ class Ours:
             "step_times_s": times,
             "excluded_steps": sorted({step for line in lines for step in line["excluded_steps"]}),
             "losses": {line["step"]: line["loss_metrics/global_avg_loss"] for line in lines},
+            "max_violation": lines[-1].get("moe/max_violation"),  # MaxVio of the last log step; None: no experts
             # A machine without a GPU has no such tag.
             "reserved_gib": max((line.get("memory/max_reserved(GiB)", 0.0) for line in lines), default=0.0) or None,
             "log_tail": log[-1500:],
         }
+
+
+class Arm(Ours):
+    """Ours under another setting, in the place of a peer: what a setting costs or gains in the same session."""
+
+    name = "arm"
+
+    def title(self) -> str:
+        return "ours, another setting"
+
+    def notes(self, job: Job) -> list[str]:
+        return []

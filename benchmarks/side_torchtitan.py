@@ -7,7 +7,7 @@ from importlib.metadata import distributions
 from typing import Any
 
 from benchmarks.inputs import text_and_tokenizer
-from benchmarks.side import ROOT, WARM_UP, WINDOW, Job, RunFailed, Setting, execute, shown, torchrun, without_colours
+from benchmarks.side import ROOT, WINDOW, Job, RunFailed, Setting, execute, shown, torchrun, without_colours
 
 VERSION = "0.2.2"
 
@@ -28,6 +28,15 @@ class Torchtitan:
         "none": ("--activation_checkpoint.mode", "none"),
         "full": ("--activation_checkpoint.mode", "full"),
         "eager": (),  # without --compile.enable
+        "ep2": ("--parallelism.expert_parallel_degree", "2"),
+        "float8": (  # tensorwise, with weights gathered in float8: its fastest
+            "--model.converters",
+            "quantize.linear.float8",
+            "--quantize.linear.float8.enable_fsdp_float8_all_gather",
+            "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
+            "--quantize.linear.float8.filter_fqns",
+            "output",
+        ),
     }
 
     def __init__(self, path: str | None):
@@ -77,8 +86,8 @@ class Torchtitan:
         ]  # fmt: skip
         log = execute(command, text_and_tokenizer(job), job.limit_s, python_path=self._path)
         found = parse_log(log)
-        timed = [line for line in found if line["step"] > WARM_UP and line["step"] % WINDOW == 0]
-        if len(timed) != (job.steps - WARM_UP) // WINDOW:
+        timed = [line for line in found if line["step"] > job.workload.warm_up and line["step"] % WINDOW == 0]
+        if len(timed) != (job.steps - job.workload.warm_up) // WINDOW:
             raise RunFailed(f"{len(timed)} windows of {WINDOW} steps in the log of {job.steps} steps", command, log)
         return {
             "command": shown(command),

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+WARM_UP = 5
+"""Steps left out on every side: they compile, allocate and connect."""
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -21,7 +24,9 @@ class Workload:
     torchtitan: tuple[str, str] | None
     """Its model and flavor (benchmarks/torchtitan_peer.py adds the flavor where it has none); None: not compared."""
     settings: dict[str, str] = field(default_factory=dict)
-    """Side -> comma-separated settings."""
+    """Side -> comma-separated settings. The side "arm" is our own trainer under another setting."""
+    warm_up: int = WARM_UP
+    """Steps of a run before the timed ones."""
 
 
 WORKLOADS = {
@@ -49,6 +54,42 @@ WORKLOADS = {
             settings={"ours": "8,4,2,1", "torchtitan": "8,4,2", "transformers": "4,8+full,4+full,2+full"},
         ),
         Workload(
+            "dense_8b_float8",
+            "benchmarks/configs/dense_8b.toml",
+            sequences=2,
+            torchtitan=("llama3", "8B"),
+            settings={"ours": "2+float8,1+float8", "torchtitan": "2+float8,1+float8"},
+        ),
+        Workload(
+            "moe_7b_ep2",
+            "benchmarks/configs/moe_7b.toml",
+            sequences=8,
+            torchtitan=("qwen3", "moe_7b_a1b"),
+            settings={"ours": "8+ep2,4+ep2", "torchtitan": "8+ep2,4+ep2", "arm": "8,4"},
+        ),
+        Workload(
+            "moe_7b_learned",
+            "benchmarks/configs/moe_7b.toml",
+            sequences=8,
+            torchtitan=None,
+            settings={"ours": "8,4", "arm": "8+uniform,4+uniform"},
+            warm_up=100,
+        ),
+        Workload(
+            "moe_7b_skewed",
+            "benchmarks/configs/moe_7b.toml",
+            sequences=8,
+            torchtitan=None,
+            settings={"ours": "8+skew,4+skew", "arm": "8+uniform,4+uniform"},
+        ),
+        Workload(
+            "moe_7b_float8",
+            "benchmarks/configs/moe_7b.toml",
+            sequences=8,
+            torchtitan=None,
+            settings={"ours": "8+float8_experts,4+float8_experts", "arm": "8,4"},
+        ),
+        Workload(
             "debug",
             "benchmarks/configs/debug.toml",
             sequences=4,
@@ -60,10 +101,13 @@ WORKLOADS = {
             "benchmarks/configs/debug_moe.toml",
             sequences=4,
             torchtitan=None,
-            settings={"ours": "4", "transformers": "4"},
+            settings={"ours": "4", "transformers": "4", "arm": "4+uniform"},
         ),
     ]
 }
 
-TABLE = ("dense_1b", "dense_8b", "moe_7b")
+TABLE = (
+    "moe_7b", "dense_8b", "moe_7b_ep2", "dense_1b", "dense_8b_float8",
+    "moe_7b_learned", "moe_7b_skewed", "moe_7b_float8",
+)  # fmt: skip
 """What ``--all`` measures; the others are for tests."""

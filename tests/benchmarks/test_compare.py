@@ -5,6 +5,7 @@ import pytest
 
 from benchmarks import compare
 from benchmarks.compare import main, parser, wanted_rows
+from benchmarks.workloads import WORKLOADS
 from config.errors import ConfigError
 
 
@@ -14,10 +15,12 @@ def wanted(*words: str) -> dict[str, list[str]]:
 
 def test_rows_are_workloads_beside_their_peers() -> None:
     both = ["torchtitan", "transformers"]
-    assert wanted("dense_1b", "moe_7b-transformers", "debug") == {
-        "dense_1b": both, "moe_7b": ["transformers"], "debug": ["transformers"],
+    assert wanted("dense_1b", "moe_7b-transformers", "debug_moe-arm") == {
+        "dense_1b": both, "moe_7b": ["transformers"], "debug_moe": ["arm"],
     }  # fmt: skip
-    assert wanted("--all") == {"dense_1b": both, "dense_8b": both, "moe_7b": both}
+    rows = wanted("--all")
+    assert [rows[name] for name in ("moe_7b", "moe_7b_ep2", "moe_7b_float8")] == [both, ["torchtitan", "arm"], ["arm"]]
+    assert set(rows) | {"debug", "debug_moe"} == set(WORKLOADS)
     assert wanted("moe_7b-transformers", "moe_7b") == {"moe_7b": ["transformers", "torchtitan"]}
 
 
@@ -40,8 +43,8 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["debug", "--steps", "12"], "a multiple of 5"),
-        (["debug", "--steps", "5"], "a multiple of 5"),
+        (["debug", "--timed_steps", "12"], "a multiple of 5"),
+        (["debug", "--timed_steps", "0"], "a multiple of 5"),
         (["debug", "--ngpu", "0"], "--ngpu 0"),
         (["debug", "--ours_settings", "3"], "divides the 4 sequences"),
     ],
@@ -81,7 +84,7 @@ def test_ours_and_transformers_train_on_the_same_tokens_and_a_measured_row_is_no
 ) -> None:
     """The whole path on a CPU. Speed is not looked at; losses are, as both read the same tokens at the same rates."""
     pytest.importorskip("transformers")
-    words = ["debug", "--once", "--steps", "10", "--commit", "here", "--out", str(tmp_path)]
+    words = ["debug", "--once", "--timed_steps", "5", "--commit", "here", "--out", str(tmp_path)]
     words += ["--transformers_settings", "2"]
     assert main(words) == 0
     raw = json.loads((tmp_path / "debug-transformers-1gpu-cpu.json").read_text())

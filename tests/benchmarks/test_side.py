@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.side import RunFailed, Setting, TooSlow, execute, parse_settings, reason_of
-from benchmarks.side_ours import Ours
+from benchmarks.side_ours import Arm, Ours
 from benchmarks.side_torchtitan import Torchtitan, parse_log
 from benchmarks.workloads import WORKLOADS
 from config.errors import ConfigError
+from config.load import load
+from config.world import check_world
 
 LOG = """\
 [rank0]:[titan] 2026-11-30 16:21:15,034 - root - INFO - \x1b[31mstep:  1  \x1b[32mloss: 12.27892  \x1b[38;2;180;60;0m\
@@ -45,7 +47,7 @@ def test_settings_are_a_batch_and_words() -> None:
 
 
 @pytest.mark.parametrize("text, said", [("3", "divides the 8"), ("full", "divides the 8"), ("0", "divides the 8"),
-                                        ("4+flash", "no 'flash'; words: none, op, full, eager")])  # fmt: skip
+                                        ("4+flash", "no 'flash'; words: none, op, full, eager, direct")])  # fmt: skip
 def test_a_setting_that_cannot_be_is_refused(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse_settings(text, Ours(), WORKLOADS["moe_7b"])
@@ -55,11 +57,23 @@ def test_a_setting_that_cannot_be_is_refused(text: str, said: str) -> None:
 def test_the_settings_of_every_workload_can_be(workload: str) -> None:
     from benchmarks.side_transformers import Transformers
 
-    for side in (Ours(), Torchtitan(None), Transformers()):
-        text = WORKLOADS[workload].settings.get(side.name)
-        assert (text is None) == (side.name == "torchtitan" and WORKLOADS[workload].torchtitan is None)
-        if text is not None:
-            parse_settings(text, side, WORKLOADS[workload])
+    settings = WORKLOADS[workload].settings
+    assert "ours" in settings and len(settings) > 1
+    assert ("torchtitan" in settings) == (WORKLOADS[workload].torchtitan is not None)
+    for side in (Ours(), Torchtitan(None), Transformers(), Arm()):
+        if side.name in settings:
+            parse_settings(settings[side.name], side, WORKLOADS[workload])
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_our_command_is_a_legal_run_under_every_setting(workload: str) -> None:
+    found = WORKLOADS[workload]
+    for side in (side for side in (Ours(), Arm()) if side.name in found.settings):
+        for setting in parse_settings(found.settings[side.name], side, found):
+            words = [option for word in setting.words for option in side.words[word]]
+            batch = ["--training.local_batch_size", str(setting.batch)]
+            step = ["--training.global_batch_size", str(2 * found.sequences)]
+            check_world(load(["--job.config_file", found.config, *batch, *step, *words]).config, 2)
 
 
 def test_the_reason_of_a_failure_is_its_own_error() -> None:

@@ -73,7 +73,7 @@ def test_weights_are_drawn_with_our_standard_deviations() -> None:
 
 
 def test_the_token_file_holds_what_each_rank_of_ours_trains_on(tmp_path: Path) -> None:
-    job = debug_job(tmp_path, "debug", "--ngpu", "2", "--steps", "10")
+    job = debug_job(tmp_path, "debug", "--ngpu", "2", "--timed_steps", "5")
     everything = np.load(token_file(job))
     assert everything.shape == (10, 2, 8, 64)
     batch, ranks = 2, 2
@@ -91,7 +91,7 @@ def test_the_token_file_holds_what_each_rank_of_ours_trains_on(tmp_path: Path) -
 
 
 def test_rates_are_torchtitans_schedule_and_what_is_left_of_a_step_is_accumulation(tmp_path: Path) -> None:
-    job = debug_job(tmp_path, "debug", "--steps", "10")
+    job = debug_job(tmp_path, "debug", "--timed_steps", "5")
     spec = specification(job, Setting(2, ("full", "compile")), "tokens.npy")
     assert (spec["batch"], spec["accumulation"], spec["checkpoint"], spec["compile"]) == (2, 2, True, True)
     assert spec["learning_rates"][:3] == [pytest.approx(job.config.optimizer.lr * f) for f in (0.5, 1.0, 1.0)]
@@ -126,7 +126,7 @@ def test_torchtitan_gets_our_text_and_our_tokenizer(tmp_path: Path) -> None:
 )
 def test_every_word_trains_the_same_model(workload: str, words: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    job = debug_job(tmp_path, workload, "--steps", "10")
+    job = debug_job(tmp_path, workload, "--timed_steps", "5")
     batch, *rest = words.split("+")
     plain = Transformers().run(job, Setting(4))["losses"]
     other = Transformers().run(job, Setting(int(batch), tuple(rest)))["losses"]
