@@ -279,6 +279,8 @@ def _training_fields(values: dict[str, float]) -> dict[str, str]:
         fields["tflops"] = f"{values['tflops']:,.1f}" if values["tflops"] >= 10 else f"{values['tflops']:.2g}"
     if "mfu(%)" in values:
         fields["mfu"] = f"{values['mfu(%)']:.1f}%"
+    if (filled := values.get("data/fill_rate", 1.0)) < 1:
+        fields["filled"] = f"{100 * filled:.1f}%"
     return fields
 
 

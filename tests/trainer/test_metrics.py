@@ -213,9 +213,12 @@ def test_console_line_and_duration() -> None:
     assert {seconds: duration(seconds) for seconds in expected} == expected
 
 
-def test_padding_is_not_throughput(run):
+def test_padding_is_not_throughput(run, capsys):
     metrics = make(run)
     log(metrics, 5, times=StepTimes(4, [9.0, 1.0], {4: "warm-up"}), fill_rates=[0.1, 0.75])
     line = lines(run)[-1]
     assert line["throughput(tps)"] == 0.75 * 1000 / 2
     assert line["data/fill_rate"] == (0.1 + 0.75) / 2  # of all steps since the last line, timed or not
+    assert "  filled 42.5%" in capsys.readouterr().out
+    log(metrics, 10, times=StepTimes(6, [1.0], {}), fill_rates=[1.0])
+    assert "filled" not in capsys.readouterr().out
