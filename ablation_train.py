@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent
 DEFAULT_CONFIG = "train_configs/llama_debug.toml"
-ROOMS = ("config", "data", "model", "parallelisms", "trainer", "ablation", "interchange", "titan", "train")
+ROOMS = ("config", "data", "model", "parallelisms", "trainer", "ablation", "interchange", "assembly", "titan", "train")
 """Top-level names that must come from this checkout."""
 
 

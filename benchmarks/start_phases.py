@@ -45,6 +45,7 @@ def main() -> int:
 
     phases.mark("interpreter and torch")
     import train
+    from trainer.train_step import TrainStep
 
     phases.mark("other imports")
     phases.after(train, "load", "configuration")
@@ -52,7 +53,7 @@ def main() -> int:
     phases.after(train, "open_run_directory", "run directory")
     phases.after(train, "build_model", "model")
     phases.after(train, "build_step", "optimizer")
-    phases.after(train.TrainStep, "__call__", "first step")
+    phases.after(TrainStep, "__call__", "first step")
     sys.argv = ["train.py", *sys.argv[2:]]
     code = train.main()
     if torch.cuda.is_available():

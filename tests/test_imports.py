@@ -20,6 +20,7 @@ ROOMS = {
     "trainer",
     "ablation",
     "titan",
+    "assembly",
     "train",
     "ablation_train",
     "benchmarks",
@@ -59,6 +60,7 @@ TABLE = {
     "generation": Rule(may=("config", "data", "interchange", "model", "torch"), never=("torch.distributed",)),
     "evaluation": Rule(may=("config", "tomli"), lazily=("tensorboard",)),
     "titan": Rule(may=("config", "torchtitan")),
+    "assembly": Rule(may=("config", "interchange", "model", "parallelisms", "trainer", "torch")),
     "generate": Rule(may=("config", "generation", "torch")),
     "evaluate": Rule(may=("config", "evaluation"), lazily=("interchange", "torch")),
     "ablation_train": Rule(
