@@ -94,3 +94,17 @@ def block(shape: ModelShape, numbers: Numbers, kernels: Kernels, *, with_experts
         experts,
         working + rows,
     )
+
+
+def share_within_budget(budget: float, kept: float, casts: float) -> float:
+    """Share of ``kept`` bytes, what a graph saves for speed beside its inputs, that torch's partitioner lets it save.
+
+    It measures between the graph's inputs and all that is saved for speed. Under autocast the weights are inputs of 4
+    bytes an element, of which for speed a cast of 2 is saved: the room between is smaller by the bytes of ``casts``,
+    and no cast is saved below budget 1. Without room a budget changes nothing (torch 2.11 and 2.13,
+    torch/_functorch/partitioners.py, choose_saved_values_set).
+    """
+    room = kept - casts
+    if budget in (0, 1):
+        return budget
+    return budget * room / kept if room > 0 else 1.0

@@ -16,7 +16,7 @@ from config.flavors import resolve_shape
 from config.loss import loss_implementation, loss_peak_bytes
 from config.memory import ExpertDegrees, Memory, expert_spread, local_shapes, memory, state_pieces
 from config.refusal import compiled, compiles
-from config.saved_tensors import Block, Kernels, Numbers, block
+from config.saved_tensors import Block, Kernels, Numbers, block, share_within_budget
 from config.schema import Config
 from config.shapes import ModelShape
 
@@ -195,11 +195,18 @@ class Rank:
         if mode == "experts" and each.experts:
             return 2 * each.boundary, 0.0, each.experts
         if mode == "memory_budget":
-            return each.boundary, section.memory_budget * rest, section.memory_budget * each.experts
+            share = self._within_budget(layer)
+            return each.boundary, share * rest, share * each.experts
         every = int(section.selective_ac_option) if mode == "selective" else 1
         if mode in (*RECOMPUTED, "experts") or (mode == "selective" and place % every == 0):
             return each.boundary, 0.0, 0.0
         return each.boundary, rest, each.experts
+
+    def _within_budget(self, layer: int) -> float:
+        """Share of what a compiled block would keep beside its input that its memory budget lets it keep."""
+        each, casts = self._block(layer), 2 * self._matrices(layer) if self._autocast else 0
+        kept = self.tokens * (each.compiled - each.boundary)
+        return share_within_budget(self.config.activation_checkpoint.memory_budget, kept, casts)
 
     def _weights_kept(self, place: int, layer: int) -> int:
         """Elements of the matrices that block ``place`` saves in the compute dtype."""
@@ -208,6 +215,7 @@ class Rank:
             return self._matrices(layer, experts_alone=True)
         every = section.selective_ac_option
         keeps = section.mode == "none" or (section.mode == "selective" and every != "op" and place % int(every) != 0)
+        keeps = keeps or (section.mode == "memory_budget" and self._within_budget(layer) == 1)
         return self._matrices(layer) if keeps else 0
 
     def _activations(self) -> tuple[Part, ...]:

@@ -66,13 +66,11 @@ def test_more_recomputation_never_takes_more():
     assert peaks[0] == peaks[1] and peaks == sorted(peaks)
 
 
-def test_budget_1_is_no_checkpointing_but_for_the_weights_it_keeps():
-    parts = estimate(
-        config_of("--activation_checkpoint.mode", "memory_budget", "--activation_checkpoint.memory_budget", "1.0"),
-        1,
-        COUNTED,
-    ).parts()
-    assert parts["activations"] == estimate(config_of(), 1, COUNTED).parts()["activations"]
+def test_a_memory_budget_of_1_changes_nothing_and_one_of_0_is_full_checkpointing():
+    budget = ("--activation_checkpoint.mode", "memory_budget", "--activation_checkpoint.memory_budget")
+    peaks = [peak(*budget, str(n)) for n in (0, 0.2, 0.5, 0.8, 1)]
+    assert peaks[0] == peak("--activation_checkpoint.mode", "full") and peaks[-1] == peak()
+    assert peaks == sorted(set(peaks))
 
 
 def test_without_a_compiler_more_is_kept():

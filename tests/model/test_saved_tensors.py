@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from config.saved_tensors import Kernels, Numbers, block
+from config.saved_tensors import Kernels, Numbers, block, share_within_budget
 from config.schema import Moe
 from config.shapes import ModelShape, MoEShape
 from model.attention import attention_backend
@@ -87,3 +87,38 @@ def test_a_block_with_experts():
     shape = ModelShape(**SHAPE, moe=moe)
     counted = block(shape, Numbers(4), Kernels(), with_experts=True).eager
     assert of_one_block(False, moe) == pytest.approx(counted, rel=0.02)
+
+
+def test_a_memory_budget_under_autocast(monkeypatch):
+    """What the partitioner saves of a compiled block under a budget, against what it saves for speed and with none."""
+    monkeypatch.undo()  # norms as they are
+    shape = ModelShape(**SHAPE | {"dim": 256, "hidden_dim": 896, "n_layers": 1, "max_seq_len": 512})
+
+    def saved(budget: float) -> tuple[int, int]:
+        """Bytes that a pass leaves: all but casts of matrices, and those."""
+        torch._dynamo.reset()
+        monkeypatch.setattr(torch._functorch.config, "activation_memory_budget", budget)
+        model = Decoder(shape, attention_backend("sdpa"), 512, moe=Moe(balance="none"))
+        model.layers["0"].compile(backend="aot_eager_decomp_partition")
+        matrices = {tuple(sorted(p.shape)) for p in model.layers["0"].parameters() if p.ndim == 2}
+        held = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        kept: dict[int, torch.Tensor] = {}
+
+        def pack(x: torch.Tensor) -> torch.Tensor:
+            if x.untyped_storage().data_ptr() not in held:
+                kept[x.untyped_storage().data_ptr()] = x
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), torch.autocast("cpu", dtype=torch.bfloat16):
+            model(torch.randint(64, (1, 512)))
+        casts = sum(x.untyped_storage().nbytes() for x in kept.values() if tuple(sorted(x.shape)) in matrices)
+        return sum(x.untyped_storage().nbytes() for x in kept.values()) - casts, casts
+
+    (least, _), (most, casts) = saved(0.0), saved(1.0)
+    assert casts == 2 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 896)
+    for budget in (0.2, 0.5, 0.9):
+        found, cast = saved(budget)
+        assert cast == 0
+        expected = share_within_budget(budget, most - least, casts) * (most - least)
+        assert found - least == pytest.approx(expected, rel=0.15), budget
+    torch._dynamo.reset()
