@@ -127,7 +127,7 @@ def test_a_compiled_block_keeps_what_its_budget_allows():
         torch.testing.assert_close(gradient, expected[name])
 
 
-def experts_run(mode: str) -> tuple[Counter[str], list[torch.Size], dict[str, torch.Tensor]]:
+def experts_run(mode: str, option: str = "2") -> tuple[Counter[str], list[torch.Size], dict[str, torch.Tensor]]:
     """One pass of a dense block and one with experts: runs of modules, what the latter saves, gradients."""
     shape = replace(SHAPE, n_layers=2, moe=MoEShape(num_experts=4, top_k=2, hidden_dim=24, first_dense_layers=1))
     model = Decoder(shape, attention_backend("sdpa"), 16, moe=MOE)
@@ -135,7 +135,7 @@ def experts_run(mode: str) -> tuple[Counter[str], list[torch.Size], dict[str, to
         for name, p in model.named_parameters():
             p.copy_(draw(name, p.shape, initial_value(name, shape), 0, p.device))
     if mode != "none":
-        apply_activation_checkpoint(model, mode=mode, selective_ac_option="2")
+        apply_activation_checkpoint(model, mode=mode, selective_ac_option=option)
     runs: Counter[str] = Counter()
     for name, module in model.named_modules():
         plain = plain_name(name)
@@ -154,6 +154,15 @@ def experts_run(mode: str) -> tuple[Counter[str], list[torch.Size], dict[str, to
         experts.compute = watched
     model(torch.arange(32).view(2, 16) * 3 % 97).logsumexp(-1).sum().backward()
     return runs, saved, {name: p.grad for name, p in named_parameters(model) if p.grad is not None}
+
+
+@pytest.mark.parametrize(("mode", "products"), [("none", 4), ("experts", 4), ("full", 6), ("selective", 6)])
+def test_by_operator_too_products_of_experts_are_computed_again(mode, products):
+    """torchtitan's list of operators to keep has no grouped product."""
+    with Operators() as operators:
+        experts_run(mode, "op" if mode == "selective" else "2")
+    assert sum(n for name, n in operators.seen.items() if name.endswith("grouped_mm")) == products
+    assert operators.seen["ablation_trainer::expert_weight_gradient"] == 2
 
 
 def test_checkpointing_around_experts_runs_them_once_and_keeps_inputs_and_pre_activations():
