@@ -37,6 +37,9 @@ from ablation.statistics import (
 )
 from ablation.validity import check_validity, reasons
 
+ROUNDING = 1e-5
+"""Of a loss: arms that compute the same in another order end this near each other, on either side."""
+
 Values = dict[str, float]
 
 
@@ -239,8 +242,8 @@ def equal_time(sides: Sides) -> dict[str, Any] | None:
 
 
 def cost_to_baseline_loss(sides: Sides) -> dict[str, Any] | None:
-    """Device-hours to the loss at which the baseline's run of the same seed ended, and their ratio to the
-    baseline's own.
+    """Device-hours to the loss at which the baseline's run of the same seed ended, to :data:`ROUNDING`, and their ratio
+    to the baseline's own.
     """
     if not lower_is_better(sides.metric) or not sides.pairs:
         return None
@@ -250,7 +253,7 @@ def cost_to_baseline_loss(sides: Sides) -> dict[str, Any] | None:
         if target is None or not math.isfinite(target) or not ended:
             continue
         own[base.seed] = ended * base.world_size / 3600.0
-        reached = seconds_to_reach(candidate, sides.metric, target)
+        reached = seconds_to_reach(candidate, sides.metric, target + ROUNDING * abs(target))
         if reached:
             needed[candidate.seed] = reached * candidate.world_size / 3600.0
             logs[candidate.seed] = math.log(needed[candidate.seed] / own[base.seed])
