@@ -79,11 +79,9 @@ def test_differences_and_intervals_are_those_of_the_runs(tmp_path):
 
 @pytest.mark.parametrize("above, reached", [(1e-5, 3), (1e-3, 0)], ids=["rounding", "worse"])
 def test_the_baseline_s_loss_is_reached_to_rounding(tmp_path, above, reached):
-    still, arms = (
-        Noise(arm=0.0, step=0.0),
-        {"wd_0.1": Arm(), "wd_0.2": Arm({"optimizer.weight_decay": 0.2}, loss=above)},
-    )
-    cost = by_arm(result_of(write_ablation(tmp_path, arms, noise=still, question={"aa": False})))["wd_0.2"]["cost"]
+    arms = {"wd_0.1": Arm(), "wd_0.2": Arm({"optimizer.weight_decay": 0.2}, loss=above)}
+    folder = write_ablation(tmp_path, arms, noise=Noise(arm=0.0, step=0.0), question={"aa": False})
+    cost = by_arm(result_of(folder))["wd_0.2"]["cost"]
     assert (cost["reached"], cost["of"]) == (reached, 3)
     assert cost["value"] == pytest.approx(1, abs=0.02) if reached else cost["value"] is None
 
