@@ -21,8 +21,8 @@ def apply_activation_checkpoint(model: nn.Module, *, mode: str, selective_ac_opt
             again and no product of theirs is computed twice. "nested": the published mistake of checkpointing a block
             that is checkpointed already. Nothing more is kept, and every block is recomputed twice.
         selective_ac_option: "op": keep the outputs of matrix products (every second one, of experts none), of
-            attention kernels of a GPU and of collectives, and recompute the rest (torchtitan's SelectiveAC). A number n:
-            recompute every n-th block, starting with the first.
+            attention kernels of a GPU and of collectives, and recompute the rest (torchtitan's SelectiveAC). A number
+            n: recompute every n-th block, starting with the first.
     """
     if mode == "selective" and selective_ac_option == "op":
         # FSDP2 marks a unit inside a block (a router) for the profiler, less often in recomputation (torch 2.13).
