@@ -8,7 +8,8 @@ bfloat16 of float32 shards, that is 9 P bytes of memory traffic for a gather bes
 Here each parameter is gathered straight into its place, all of a unit in one group call: the cast remains. A gradient
 is sent as it is, each rank's rows to that rank, and summed there in float32, in the order of ranks: half the bytes of a
 float32 reduction on the wire and the same sum, for additions of two ranks to the bit. What is added to the gradients of
-earlier micro-batches is added in the same pass.
+earlier micro-batches is added in the same pass. A unit that one rank holds whole, as experts' under EP over all ranks,
+is cast into its place and its gradients added, without a message.
 
 FSDP2 lets a unit have communication of its own (``set_custom_all_gather``, ``set_custom_reduce_scatter``), yet packs
 messages before it calls that. So its three functions that pack are replaced here, for units that carry
@@ -116,12 +117,17 @@ def _gather(
         p.alloc_all_gather_outputs()
     outputs = [p.all_gather_outputs[0] for p in fsdp_params]
     gather_stream.wait_stream(handle.current_stream())  # what is launched there may still use this memory
-    with handle.stream(copy_in_stream):
-        inputs = [tensors[0] for tensors in collectives._get_param_all_gather_inputs(fsdp_params)]
-    gather_stream.wait_stream(copy_in_stream)
-    with handle.stream(gather_stream):
-        counted = tuple(x for x in outputs if not x.is_inference())
-        with torch.autograd._unsafe_preserve_version_counter(counted):
+    counted = tuple(x for x in outputs if not x.is_inference())
+    if group.size() == 1:
+        inputs = [p._sharded_param_data for p in fsdp_params]
+    else:
+        with handle.stream(copy_in_stream):
+            inputs = [tensors[0] for tensors in collectives._get_param_all_gather_inputs(fsdp_params)]
+        gather_stream.wait_stream(copy_in_stream)
+    with handle.stream(gather_stream), torch.autograd._unsafe_preserve_version_counter(counted):
+        if group.size() == 1:
+            torch._foreach_copy_(outputs, inputs)
+        else:
             group.allgather_into_tensor_coalesced(outputs, inputs).wait()
         return DirectResult(inputs[0], gather_stream.record_event(), None, [], [], [])
 
@@ -166,7 +172,7 @@ def _reduce(
     """Sum a unit's gradients over ranks and add them to its shards."""
     if not (
         isinstance(comm, DirectReduceScatter)
-        and 1 < group.size() <= MOST_RANKS
+        and group.size() <= MOST_RANKS
         and all_reduce_group is None
         and all_reduce_hook is None
         and factor == 1.0
@@ -194,7 +200,7 @@ def _reduce(
             for piece, peer in zip(pieces, others, strict=True):
                 messages.append(dist.P2POp(dist.isend, rows[peer], group=group, group_peer=peer))
                 messages.append(dist.P2POp(dist.irecv, piece, group=group, group_peer=peer))
-        for work in dist.batch_isend_irecv(messages):
+        for work in dist.batch_isend_irecv(messages) if messages else ():
             work.wait()
         new = [i for i, p in enumerate(fsdp_params) if p.sharded_param.grad is None]
         flat = iter(

@@ -40,6 +40,7 @@ def _sum(
 def launch_sum(own: torch.Tensor, received: torch.Tensor, rank: int, target: torch.Tensor, *, add: bool) -> None:
     """As :func:`parallelisms.sum_of_ranks.sum_of_ranks`, on a GPU, with a float32 target."""
     n = own.numel()
+    rows = received if len(received) else own[None]  # never read where there is one rank
     _sum[(triton.cdiv(n, BLOCK),)](
-        own, received, target, n, received.stride(0), RANK=rank, WORLD=len(received) + 1, ADD=add, BLOCK=BLOCK
+        own, rows, target, n, rows.stride(0), RANK=rank, WORLD=len(received) + 1, ADD=add, BLOCK=BLOCK
     )

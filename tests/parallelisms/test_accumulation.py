@@ -81,6 +81,44 @@ def test_without_packing_the_bits_are_the_same(make):
         assert "reduce_scatter" not in direct[1]["dp_shard"] and direct[1]["dp_shard"]["send"] > 0
 
 
+def test_what_one_rank_holds_whole_needs_no_message():
+    """Experts under EP 2 on two ranks: cast into their places, added in float32, with the bits of the packed way."""
+    model = MODELS["aux loss, z-loss"] | {"parallelism__expert_parallel_degree": 2}
+    both = (ranks.run(2, step_of, sparse(**model | BF16 | changes)) for changes in ({}, DIRECT))
+    for packed, direct in zip(*both, strict=True):
+        assert packed[0].keys() == direct[0].keys()
+        assert all(torch.equal(gradient, direct[0][name]) for name, gradient in packed[0].items())
+        assert any("experts" in name and g.count_nonzero() for name, g in direct[0].items())
+
+
+def test_gradients_of_one_rank_are_added_to_earlier_ones():
+    kept, added = torch.ones(4), torch.full((4,), 2.0, dtype=torch.bfloat16)
+    params = [
+        SimpleNamespace(
+            fsdp_placement=SimpleNamespace(dim=0), offload_to_cpu=False, sharded_param=SimpleNamespace(grad=None),
+            sharded_size=(2, 2), to_sharded_dtensor=lambda x: distribute(x),
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+
+    def distribute(x):
+        return SimpleNamespace(to_local=lambda: x)
+
+    def packed(*arguments):
+        raise AssertionError("packed")
+
+    gradients = [added.view(2, 2).clone(), 3 * added.view(2, 2)]
+    direct_collectives._reduce(
+        packed, params, gradients, group, torch.cpu.Stream(), direct_collectives.DirectReduceScatter(), torch.float32,
+        torch.float32, torch.device("cpu"), 1.0, None, None, True, None, None,
+    )  # fmt: skip
+    assert [p.sharded_param.grad.to_local().unique().tolist() for p in params] == [[2.0], [6.0]]
+    target = kept.clone()
+    sum_of_ranks(added, added.new_empty(0, 4), 0, target, add=True)
+    assert target.tolist() == [3.0] * 4
+
+
 def test_what_does_not_fit_is_packed():
     """Rows that ranks cannot share equally; a reduction in bfloat16."""
     _, calls = ranks.run(2, step_of, dense(2, **FSDP2 | DIRECT, model__vocab_size=515))[0]

@@ -40,6 +40,7 @@ SLOW = {
     "ep2, every 2nd block checkpointed": (2, EP2 | {"activation_checkpoint__mode": "selective"}, AUX),
     "ep2, compiled": (2, EP2 | COMPILE, AUX | {"moe__experts": "grouped_mm"}),
     "ep2, once a rank, compiled, full checkpointing, overlap": (2, EP2 | ONCE | COMPILE | FULL | OVERLAP, SHARED),
+    "ep2, direct": (2, EP2 | DIRECT, AUX),
     "ep4": (4, EP4, AUX),
     "fsdp2 x ep2": (4, EP2, AUX),
     "fsdp2 x ep2, once a rank, full checkpointing": (4, EP2 | ONCE | FULL, SHARED),
