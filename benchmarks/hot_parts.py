@@ -28,13 +28,16 @@ from typing import Any
 
 import torch
 
-from benchmarks.parts import PARTS, Row, rows_of, setting_of
+from benchmarks.part import Row, setting_of
+from benchmarks.parts import PARTS, rows_of
 from benchmarks.rows import save_raw
 from benchmarks.timing import CACHE_BYTES, ceilings, median_ms, synchronize
 from benchmarks.two_ranks import only, write
-from benchmarks.workloads import TABLE, WORKLOADS
+from benchmarks.workloads import WORKLOADS
 from trainer.environment import describe_environment
 
+SHAPES = ("moe_7b", "dense_8b", "dense_1b")
+"""Workloads that differ in shape."""
 MOST_SETS = 4
 """Sets of inputs that are taken in turn."""
 TINY_CEILINGS = {"copy_bytes": 2**20, "product_size": 128}
@@ -132,7 +135,7 @@ def _options(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     )
     out = Path(os.environ.get("OUT", ".")) / "hot_parts"
     parser.add_argument("--out", type=Path, default=out, help="without a suffix: .json, which is gone on with, and .md")
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=TABLE)
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=SHAPES)
     parser.add_argument("--only", default="", metavar="A;B", help=f"of {'; '.join(PARTS)}")
     parser.add_argument("--budget_s", type=float, default=float("inf"), help="seconds after which nothing is begun")
     parser.add_argument("--repeats", type=int, default=20, help="timed calls of a row")

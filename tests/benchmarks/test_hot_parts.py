@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 
-from benchmarks import hot_parts, parts
-from benchmarks.parts import PARTS, Work, rows_of, setting_of
+from benchmarks import hot_parts
+from benchmarks.part import BOTH, FORWARD, Work, setting_of
+from benchmarks.parts import PARTS, rows_of
 from benchmarks.timing import ceilings, median_ms, time_ms
 
 CPU = torch.device("cpu")
@@ -81,15 +82,13 @@ def test_floors_of_the_7b_are_those_of_its_arithmetic():
     tokens = 8 * 4096
     assert (setting.tokens, setting.shape.dim) == (tokens, 2048)
     work = {(row.part, row.variant, row.passes): row.work for row in rows_of(setting)}
-    experts = work["experts", "grouped_mm", parts.BOTH]
+    experts = work["experts", "grouped_mm", BOTH]
     assert experts.flops == 3 * 2 * (tokens * 8) * 3 * 2048 * 1024
     products = [w for (part, *_), w in work.items() if part == "expert product"]
     assert sum(w.flops for w in products) == experts.flops
     rows, narrow = tokens * 8 * 2048 * 2, tokens * 2048 * 2
-    assert work["gather", "triton", parts.FORWARD] == Work(
-        work["gather", "triton", parts.FORWARD].call, rows + narrow, 0
-    )
-    assert work["RMSNorm", "compiled", parts.BOTH].bytes == 5 * narrow
+    assert work["gather", "triton", FORWARD] == Work(work["gather", "triton", FORWARD].call, rows + narrow, 0)
+    assert work["RMSNorm", "compiled", BOTH].bytes == 5 * narrow
     adamw = work["AdamW", "fused", "step"].bytes / 28
     assert adamw == pytest.approx(6_844_127_232 / 2, rel=1e-3)
 
