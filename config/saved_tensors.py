@@ -42,11 +42,11 @@ class Block:
     compiled: float
     """What the compiler's partition keeps: all inputs of products and of the attention kernel, silu(gate) not."""
     operators: float
-    """With every second matrix product and the attention kernel kept (selective "op")."""
+    """With every second matrix product and the attention kernel kept (selective "op"); of experts nothing."""
     unread: float
     """Of these, results of products that no backward pass reads: a compiler drops them."""
     experts: float
-    """Of each of the three before, what experts keep: the same in every mode that does not recompute them."""
+    """Of ``eager`` and ``compiled``, what experts keep: the same in every mode that does not recompute them."""
     working: float
     """Gradients of activations while the block is in its backward pass."""
 
@@ -89,7 +89,7 @@ def block(shape: ModelShape, numbers: Numbers, kernels: Kernels, *, with_experts
         boundary,
         eager + router + experts,
         compiled + router + experts,
-        operators + c * d + experts,
+        operators + c * d,
         unread,
         experts,
         working + rows,

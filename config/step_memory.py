@@ -191,7 +191,7 @@ class Rank:
         rest = inside - each.boundary - each.experts
         if mode == "selective" and section.selective_ac_option == "op":
             unread = each.unread if compiled(self.config) else 0.0
-            return each.boundary, each.operators - unread - each.boundary - each.experts, each.experts
+            return each.boundary, each.operators - unread - each.boundary, 0.0
         if mode == "experts" and each.experts:
             return 2 * each.boundary, 0.0, each.experts
         if mode == "memory_budget":
