@@ -58,6 +58,14 @@ def compiles(config: Config, component: str) -> bool:
     return config.compile.enable and component in config.compile.components
 
 
+def compares_operators(config: Config) -> bool:
+    """Whether a recomputed block must run the operators of its forward pass and no others (torch's selective
+    checkpointing by operator): what gathers parameters inside it counts as one.
+    """
+    section = config.activation_checkpoint
+    return section.mode == "selective" and section.selective_ac_option == "op"
+
+
 def compiled(config: Config) -> bool:
     """Whether inductor compiles the blocks."""
     return compiles(config, "model") and config.compile.backend == "inductor"

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from config.estimate import keeps_gathered
+from config.refusal import compares_operators
 from config.schema import Config
 from parallelisms.mesh import Mesh
 
@@ -23,13 +24,20 @@ def between_micro_batches(mesh: Mesh, config: Config) -> Callable[[nn.Module, bo
     return functools.partial(
         set_gradient_sync,
         keep_gathered=mesh.sharded and keeps_gathered(config, mesh.world_size),
+        keep_experts=not compares_operators(config),
         reduce_last=config.parallelism.fsdp_reduce_gradients == "last",
         accumulate=config.training.mixed_precision_reduce != "bfloat16",
     )
 
 
 def set_gradient_sync(
-    model: nn.Module, last: bool, *, keep_gathered: bool = False, reduce_last: bool = False, accumulate: bool = True
+    model: nn.Module,
+    last: bool,
+    *,
+    keep_gathered: bool = False,
+    keep_experts: bool = True,
+    reduce_last: bool = False,
+    accumulate: bool = True,
 ) -> None:
     """Prepare ``model`` for the next micro-batch of a step, the ``last`` of it or not.
 
@@ -39,6 +47,8 @@ def set_gradient_sync(
 
     Args:
         keep_gathered: FSDP2 keeps parameters that a backward pass has used for the next forward pass.
+        keep_experts: those of units of experts too. Not where checkpointing compares operators: such a unit is inside
+            the block, so a forward pass that gathers nothing would have fewer operators than its recomputation.
         reduce_last: FSDP2 reduces all gradients with the last micro-batch.
         accumulate: the dtype of reductions is wide enough to sum micro-batches in it.
     """
@@ -51,6 +61,7 @@ def set_gradient_sync(
         if isinstance(module, FSDPModule):
             router = name.endswith("moe.router")
             waits = reduce_last or (accumulate and router)
-            module.set_reshard_after_backward(last or not (keep_gathered or router), recurse=False)
+            keeps = router or (keep_gathered and (keep_experts or not name.endswith("moe.experts")))
+            module.set_reshard_after_backward(last or not keeps, recurse=False)
             module.set_requires_gradient_sync(last or not waits, recurse=False)
             module.set_requires_all_reduce(last or not accumulate, recurse=False)

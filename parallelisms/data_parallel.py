@@ -30,6 +30,7 @@ def apply_fsdp(
     reduce_dtype: torch.dtype,
     reshard_after_forward: str,
     prefetch_blocks: int | None = None,
+    operators_compared: bool = False,
     direct: bool = False,
     router_dtype: torch.dtype | None = None,
     expert_mesh: DeviceMesh | None = None,
@@ -47,6 +48,8 @@ def apply_fsdp(
             backward pass needs at once.
         prefetch_blocks: blocks gathered ahead of the one that computes, in both directions. None: FSDP2's own order;
             with experts or ``direct``, 1.
+        operators_compared: checkpointing compares the operators of a block's recomputation with those of its forward
+            pass, which then has to gather the units inside it itself.
         direct: send each parameter from and to its own place (parallelisms/direct_collectives.py).
         router_dtype: dtype of the gathered routers of a mixture of experts. None: there are none.
         expert_mesh: the ranks that hold the same experts under expert parallelism, as ``mesh`` with one dimension or
@@ -94,7 +97,7 @@ def apply_fsdp(
     if direct or any(hasattr(block, "moe") for block in model.get_submodule("layers").children()):
         prefetch_blocks = prefetch_blocks or 1  # FSDP2's own order is by unit: a router's turn comes late in its block
     if prefetch_blocks is not None:
-        _prefetch(model, prefetch_blocks)
+        _prefetch(model, prefetch_blocks, inside=not operators_compared)
     # Tensor parallelism returns views; what the warning fears, an operation in place on one, the model has nowhere.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     kind = "HSDP" if mesh.ndim == 2 else "FSDP"
@@ -115,15 +118,23 @@ def _shard_experts(experts: nn.Module, mesh: DeviceMesh, **options: Any) -> None
     fully_shard(experts, mesh=mesh, shard_placement_fn=lambda _: by, **options)
 
 
-def _prefetch(model: nn.Module, depth: int) -> None:
-    """Gather the units of the next ``depth`` blocks early: those after it in forward, those before it in backward."""
+def _prefetch(model: nn.Module, depth: int, *, inside: bool) -> None:
+    """Gather the units of the next ``depth`` blocks early: those after it in forward, those before it in backward.
+
+    Args:
+        inside: in forward the units inside those blocks too.
+    """
+
+    def ahead(blocks: list[nn.Module]) -> list[FSDPModule]:
+        return _units(blocks) if inside else [block for block in blocks if isinstance(block, FSDPModule)]
+
     blocks = list(model.get_submodule("layers").children())
     embedding, head = getattr(model, "tok_embeddings", None), getattr(model, "output", None)
     if isinstance(embedding, FSDPModule):
-        embedding.set_modules_to_forward_prefetch(_units(blocks[:depth]))
+        embedding.set_modules_to_forward_prefetch(ahead(blocks[:depth]))
     for i, block in enumerate(blocks):
         last = [head] if head is not None and i + 1 == len(blocks) else []
-        block.set_modules_to_forward_prefetch(_units(blocks[i + 1 : i + 1 + depth] + last))
+        block.set_modules_to_forward_prefetch(ahead(blocks[i + 1 : i + 1 + depth] + last))
         block.set_modules_to_backward_prefetch(_units(blocks[max(0, i - depth) : i][::-1]))
 
 

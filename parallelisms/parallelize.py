@@ -8,7 +8,7 @@ from torch import nn
 from config.context import context_layout
 from config.pipeline import reshard_after_forward, stage_modules, stage_ranks
 from config.precision import float8_linears
-from config.refusal import compiles, zero_bubble
+from config.refusal import compares_operators, compiles, zero_bubble
 from config.schema import Config
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.activation_offload import apply_activation_offload
@@ -103,6 +103,7 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, draw: Draw, dev
                 reduce_dtype=DTYPES[config.training.mixed_precision_reduce],
                 reshard_after_forward=reshard_after_forward(config),
                 prefetch_blocks=section.fsdp_prefetch_blocks,
+                operators_compared=compares_operators(config),
                 direct=section.fsdp_collectives == "direct",
                 router_dtype=DTYPES[
                     "float64" if config.training.mixed_precision_param == "float64" else config.moe.router_dtype

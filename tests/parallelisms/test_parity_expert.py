@@ -22,6 +22,7 @@ ONE_BY_ONE = {"parallelism__pipeline_parallel_microbatch_size": 1}
 # name -> (ranks, layout, model). Batch 2 under TP: a router gradient that is not whole, or rows out of order, show.
 ROWS = {
     "ep2, aux loss": (2, EP2, AUX),
+    "ep2, by operator": (2, EP2 | BY_OPERATOR, AUX),
     "ep2, once a rank, full checkpointing, capacity": (2, EP2 | ONCE | FULL, CAPACITY),
     "hsdp 2x2 x ep2, overlap": (4, COPIES | EP2 | OVERLAP, SHARED),
     "fsdp2 x tp2 x ep4, once a rank": (4, TP2 | EP4 | ONCE, AUX),
@@ -35,7 +36,7 @@ SLOW = {
     "ep2, experts choose": (2, EP2 | ONCE, {"moe__routing": "expert_choice", "moe__balance": "none"}),
     "ep2, quantile": (2, EP2, {"moe__balance": "quantile"}),
     "ep2, kept after forward, tied": (2, EP2 | KEPT, {"model__enable_weight_tying": True}),
-    "ep2, by operator": (2, EP2 | BY_OPERATOR, AUX),
+    "fsdp2 x ep2, by operator": (4, EP2 | BY_OPERATOR, AUX),
     "ep2, once a rank, overlap, by operator": (2, EP2 | ONCE | OVERLAP | BY_OPERATOR, SHARED),
     "ep2, every 2nd block checkpointed": (2, EP2 | {"activation_checkpoint__mode": "selective"}, AUX),
     "ep2, compiled": (2, EP2 | COMPILE, AUX | {"moe__experts": "grouped_mm"}),
