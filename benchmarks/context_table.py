@@ -13,7 +13,19 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from benchmarks.two_ranks import PROFILED, about, cells, common_keys, facts, figures, measured, only, parser_of, write
+from benchmarks.two_ranks import (
+    FORMS,
+    PROFILED,
+    about,
+    cells,
+    common_keys,
+    facts,
+    figures,
+    measured,
+    only,
+    parser_of,
+    write,
+)
 
 LENGTHS = (8192, 16384, 32768, 65536, 131072)
 TWO_SEQUENCES = 65536
@@ -29,11 +41,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "ulysses": {"parallelism.context_parallel_method": "ulysses"},
 }
 """Row -> what it changes. The base says how two ranks share a sequence."""
-FORMS = {
-    "tokens_per_second_per_rank": ",.0f", "reserved_gib": ".1f", "exposed_communication_percent": ".1f",
-    "communication_percent": ".1f", "final_loss": ".4f", "largest_difference": ".1e",
-}  # fmt: skip
-"""Column -> how it is written."""
 
 
 def sequences(length: int) -> int:

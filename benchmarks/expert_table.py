@@ -13,11 +13,11 @@ import sys
 from typing import Any
 
 from benchmarks.two_ranks import (
-    PROFILED,
+    FORMS,
     RANKS,
-    WARM_UP,
     about,
     cells,
+    check_steps,
     common_keys,
     facts,
     figures,
@@ -76,15 +76,11 @@ def render(rows: dict[str, dict[str, Any]], steps: int, within: float, record: d
         " difference | agrees |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    forms = {
-        "tokens_per_second_per_rank": ",.0f", "reserved_gib": ".1f", "exposed_communication_percent": ".1f",
-        "communication_percent": ".1f", "final_loss": ".4f", "largest_difference": ".1e",
-    }  # fmt: skip
     for name, row in rows.items():
         if "error" in row:
             lines.append(f"| {name} | {row['error']} | | | | | | |")
             continue
-        lines.append(f"| {name} | {' | '.join(cells(row, forms))} | {'yes' if row['agrees'] else '**no**'} |")
+        lines.append(f"| {name} | {' | '.join(cells(row, FORMS))} | {'yes' if row['agrees'] else '**no**'} |")
     return "\n".join([*lines, ""])
 
 
@@ -97,8 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     if chosen.sequences % (RANKS * chosen.micro_batch):
         parser.error(f"--sequences must be a multiple of {RANKS} x --micro_batch")
-    if chosen.steps <= WARM_UP + 2 * PROFILED:
-        parser.error(f"--steps must be above {WARM_UP + 2 * PROFILED}: warm-up and profiled steps tell no speed")
+    check_steps(parser, chosen)
     names = only(parser, chosen, LAYOUTS)
     runs = plan(chosen.steps, chosen.sequences, chosen.micro_batch)
     runs = {name: keys for name, keys in runs.items() if name in names}

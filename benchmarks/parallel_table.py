@@ -19,11 +19,10 @@ from typing import Any
 
 from benchmarks.two_ranks import (
     BUBBLE,
-    PROFILED,
     RANKS,
-    WARM_UP,
     about,
     cells,
+    check_steps,
     common_keys,
     facts,
     figures,
@@ -139,10 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(
             f"--micro_batch must be a multiple of 4, and --sequences one of {RANKS} x it: three splits are run"
         )
-    if chosen.steps <= WARM_UP + 2 * PROFILED:
-        parser.error(
-            f"--steps must be above {WARM_UP + 2 * PROFILED}: the first {WARM_UP} and the profiled tell no speed"
-        )
+    check_steps(parser, chosen)
     names = only(parser, chosen, TECHNIQUES)
     runs = plan(chosen.steps, chosen.sequences, chosen.micro_batch)
     runs = {name: keys for name, keys in runs.items() if name in names or name.startswith("FSDP")}

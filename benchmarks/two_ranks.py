@@ -28,6 +28,11 @@ WARM_UP = 10
 """Steps that say nothing about speed, beside those that the run itself leaves out."""
 PROFILED = 3
 """Steps at the end of a run that are profiled, after as many of warm-up."""
+FORMS = {
+    "tokens_per_second_per_rank": ",.0f", "reserved_gib": ".1f", "exposed_communication_percent": ".1f",
+    "communication_percent": ".1f", "final_loss": ".4f", "largest_difference": ".1e",
+}  # fmt: skip
+"""Column of a table of layouts that are held against one -> how it is written."""
 
 
 def common_keys(steps: int) -> dict[str, Any]:
@@ -172,6 +177,14 @@ def parser_of(module: str, what: str, base: str, steps: int, rows: Iterable[str]
     parser.add_argument("--commit", help="of the checkout, where git is not at hand")
     parser.add_argument("--budget_s", type=float, default=float("inf"), help="seconds after which nothing runs")
     return parser
+
+
+def check_steps(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> None:
+    """End the program when --steps leaves none that tells a speed."""
+    if chosen.steps <= WARM_UP + 2 * PROFILED:
+        parser.error(
+            f"--steps must be above {WARM_UP + 2 * PROFILED}: the first {WARM_UP} and the profiled tell no speed"
+        )
 
 
 def only(parser: argparse.ArgumentParser, chosen: argparse.Namespace, rows: Iterable[str]) -> list[str]:

@@ -1,6 +1,6 @@
 """Tensor-parallel layouts that are refused."""
 
-from config.refusal import Refusal, compiled, does_not_divide, tensor_parallel, together
+from config.refusal import Refusal, compares_operators, compiled, compiles, does_not_divide, tensor_parallel, together
 
 TENSOR_PARALLEL = (
     Refusal(
@@ -52,13 +52,7 @@ TENSOR_PARALLEL = (
         "torch 2.13 hands the backward pass of such a block a DeviceMesh where it expects a tensor, and stops. Set"
         ' activation_checkpoint.mode = "full" or a number of blocks, or compile.components = ["loss"].',
         together(
-            lambda config, shape: (
-                tensor_parallel(config)
-                and config.compile.enable
-                and "model" in config.compile.components
-                and config.activation_checkpoint.mode == "selective"
-                and config.activation_checkpoint.selective_ac_option == "op"
-            ),
+            lambda config, shape: tensor_parallel(config) and compiles(config, "model") and compares_operators(config),
             "tensor_parallel_degree",
             "compile.enable",
             "activation_checkpoint.selective_ac_option",

@@ -15,7 +15,7 @@ from config.arithmetic import tensors
 from config.flavors import resolve_shape
 from config.loss import loss_implementation, loss_peak_bytes
 from config.memory import ExpertDegrees, Memory, expert_spread, local_shapes, memory, state_pieces
-from config.refusal import compiled, compiles
+from config.refusal import compares_operators, compiled, compiles
 from config.saved_tensors import Block, Kernels, Numbers, block, share_within_budget
 from config.schema import Config
 from config.shapes import ModelShape
@@ -189,7 +189,7 @@ class Rank:
         section, each = self.config.activation_checkpoint, self._block(layer)
         mode, inside = section.mode, each.compiled if compiled(self.config) else each.eager
         rest = inside - each.boundary - each.experts
-        if mode == "selective" and section.selective_ac_option == "op":
+        if compares_operators(self.config):
             unread = each.unread if compiled(self.config) else 0.0
             return each.boundary, each.operators - unread - each.boundary, 0.0
         if mode == "experts" and each.experts:

@@ -91,7 +91,7 @@ def _(x: torch.Tensor, token: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     return x.new_empty(token.shape[0], x.shape[1])
 
 
-def _keep_gather(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _keep_index(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.save_for_backward(*inputs[1:])
 
 
@@ -100,7 +100,7 @@ def _differentiate_gather(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | 
     return gather_sum(grad, token, row), None, None
 
 
-gather_rows.register_autograd(_differentiate_gather, setup_context=_keep_gather)
+gather_rows.register_autograd(_differentiate_gather, setup_context=_keep_index)
 
 
 @operator(f"{NAMESPACE}::gather_sum")
@@ -122,15 +122,11 @@ def _(rows: torch.Tensor, token: torch.Tensor, row: torch.Tensor) -> torch.Tenso
     return rows.new_empty(row.shape[0], rows.shape[1])
 
 
-def _keep_sum(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs[1:])
-
-
 def _differentiate_sum(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     return gather_rows(grad, *ctx.saved_tensors), None, None
 
 
-gather_sum.register_autograd(_differentiate_sum, setup_context=_keep_sum)
+gather_sum.register_autograd(_differentiate_sum, setup_context=_keep_index)
 
 
 @operator(f"{NAMESPACE}::combine")
