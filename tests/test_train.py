@@ -122,7 +122,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(one_process, tmp_path):
     victim = subprocess.Popen(command, env=ON_CPU, stdout=subprocess.DEVNULL)
     while not (run_dir / "checkpoint" / "step-8").exists():
         assert victim.poll() is None
-        time.sleep(0.05)
+        time.sleep(0.01)
     victim.kill()
     victim.wait()
     assert not (run_dir / "DONE").exists() and not (run_dir / "FAILED").exists()

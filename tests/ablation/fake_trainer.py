@@ -1,7 +1,7 @@
 """Stands in for train.py under the runner: the same arguments and files, a made-up loss, no torch.
 
-FAKE_STEP_SECONDS is how long a step takes; FAKE_FAIL names an arm that fails; FAKE_JOURNAL gets a line at start
-and end.
+FAKE_HANG names an arm that stays in its second step, FAKE_FAIL one that fails; FAKE_JOURNAL gets a line at start and
+end.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def main() -> int:
     }
     (directory / "run.json").write_text(json.dumps(record))
     for step in range(1, STEPS + 1):
-        time.sleep(float(os.environ.get("FAKE_STEP_SECONDS", "0")))
+        if step == 2 and os.environ.get("FAKE_HANG") == arm:
+            time.sleep(600)
         loss = int(hashlib.sha256(f"{text}{step}".encode()).hexdigest()[:6], 16) / 2**22
         with (directory / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": step, "validation_metrics/loss": loss, "throughput(tps)": 1000.0}) + "\n")

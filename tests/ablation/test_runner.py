@@ -116,13 +116,14 @@ def test_kill_9_and_start_again(chosen, monkeypatch):
     undisturbed = losses()
     FOLDER.rename("undisturbed")
     Path("journal").unlink()
-    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.1")
+    monkeypatch.setenv("FAKE_HANG", "higher")
     runner = start_runner()
     wait_for(lambda: len([line for line in journal() if line.startswith("start")]) == 3)
     runner.kill()
     runner.wait()
     finished_before = [line for line in journal() if line.startswith("end")]
     assert len(finished_before) == 2
+    monkeypatch.delenv("FAKE_HANG")
     second = start_runner()
     output, _ = second.communicate(timeout=60)
     assert second.returncode == 0, output
@@ -136,7 +137,7 @@ def test_kill_9_and_start_again(chosen, monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopping_ends_the_child_and_says_how_to_go_on(chosen, monkeypatch, number):
-    monkeypatch.setenv("FAKE_STEP_SECONDS", "100")
+    monkeypatch.setenv("FAKE_HANG", "low")
     runner = start_runner()
     wait_for(lambda: len(journal()) == 1)
     runner.send_signal(number)
@@ -148,7 +149,7 @@ def test_stopping_ends_the_child_and_says_how_to_go_on(chosen, monkeypatch, numb
 
 
 def test_one_runner_at_a_time(chosen, monkeypatch):
-    monkeypatch.setenv("FAKE_STEP_SECONDS", "5")
+    monkeypatch.setenv("FAKE_HANG", "low")
     runner = start_runner()
     wait_for(lambda: len(journal()) == 1)
     with pytest.raises(ConfigError, match=f"another runner \\(pid {runner.pid} on"):
@@ -170,15 +171,20 @@ def test_an_orphaned_run_is_waited_for(tmp_path):
     """The runner is gone, but a child of it still holds the lock."""
     path = tmp_path / ".runner.lock"
     with lock.acquire(path) as held:
-        orphan = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.6)"], pass_fds=(held.fd,))
+        orphan = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], pass_fds=(held.fd,))
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     path.write_text(json.dumps({"pid": dead.pid, "host": os.uname().nodename, "started": "then"}))
     said: list[str] = []
     with pytest.raises(ConfigError, match="a run it started has not ended"):
         lock.acquire(path, orphan_seconds=0.0, say=said.append)
-    with lock.acquire(path, say=said.append):
-        assert orphan.wait() == 0 and "waiting for the run it left behind" in said[-1]
+
+    def heard(line: str) -> None:
+        said.append(line)
+        orphan.terminate()
+
+    with lock.acquire(path, say=heard):
+        assert orphan.wait() == -signal.SIGTERM and "waiting for the run it left behind" in said[-1]
 
 
 def test_array_tasks_share_the_folder_but_not_a_run(chosen, monkeypatch):

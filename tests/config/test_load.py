@@ -144,21 +144,11 @@ def test_no_value_of_any_key_ends_in_a_traceback(tmp_path):
                 assert full.partition(".")[2] in str(error)
 
 
-def test_loading_imports_no_torch_and_takes_milliseconds(tmp_path):
-    path = ablation(tmp_path)
+def test_loading_imports_nothing_that_takes_seconds(tmp_path):
     program = (
-        "import sys, time; start = time.process_time(); from config.load import load\n"
-        f"load(['--job.config_file', {str(path)!r}, '--ablation.arm', 'low'])\n"
-        "print(time.process_time() - start, [m for m in ('torch', 'numpy', 'tyro', 'datasets') if m in sys.modules])"
+        "import sys; from config.load import load\n"
+        f"load(['--job.config_file', {str(ablation(tmp_path))!r}, '--ablation.arm', 'low'])\n"
+        "print([m for m in ('torch', 'numpy', 'tyro', 'datasets') if m in sys.modules])"
     )
-
-    def run() -> tuple[float, str]:
-        out = subprocess.run(
-            [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout
-        seconds, modules = out.split(maxsplit=1)
-        return float(seconds), modules.strip()
-
-    seconds, modules = min(run() for _ in range(3))
-    assert modules == "[]"
-    assert seconds < 0.2
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

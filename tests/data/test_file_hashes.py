@@ -120,7 +120,7 @@ def test_processes_that_start_together(tmp_path, monkeypatch, settled, remembera
         rank.join()
     assert results == [[sha(str(i)) for i in range(100)]] * 4
     assert sorted(batches) == ([0, 0, 0, 100] if rememberable else [100] * 4)
-    assert rememberable or max(together) == 3
+    assert rememberable or max(together) > 1
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"a": 1}', '[["x", 1]]'])

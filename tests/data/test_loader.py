@@ -200,7 +200,7 @@ def test_the_thread_ends_when_the_loader_is_closed_or_dropped(make_config):
     dropped = loader(make_config(data__prefetch_steps=2))
     dropped.next_step()
     del dropped
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while prefetch_threads() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert prefetch_threads() == []
