@@ -45,11 +45,10 @@ def passes(tokens: int, slots: int, dim: int, hidden: int, experts: int) -> dict
     size, of_tokens, of_rows, narrow = matrix.nbytes, x.nbytes, many.nbytes, active.nbytes
     return {
         "gather, to experts": (2 * of_rows, lambda: row_ops.gather_rows(x, plan.token, plan.row)),
-        "combine, weighted": (of_rows + of_tokens, lambda: row_ops.combine(many, weights, *plan[:3])),
+        "combine, weighted": (of_rows + of_tokens, lambda: row_ops.combine(many, weights, plan.row)),
         "sum of a token's gradients": (of_rows + of_tokens, lambda: row_ops.gather_sum(many, plan.token, plan.row)),
-        "combine, backward": (3 * of_rows, lambda: row_ops.combine_backward(x, many, weights, *plan[:3])),
         "gather of what arrived, one slot": (2 * of_rows, lambda: row_ops.gather_rows(many, *arrived[:3:2])),
-        "combine, one slot": (2 * of_rows, lambda: row_ops.combine(many, flat, *arrived[:3])),
+        "combine, one slot": (2 * of_rows, lambda: row_ops.combine(many, flat, arrived.row)),
         "SwiGLU": (3 * narrow, lambda: row_ops.swiglu(h)),
         "SwiGLU, backward": (
             6 * narrow,

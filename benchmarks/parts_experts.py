@@ -98,12 +98,11 @@ def dispatch_rows(setting: Setting) -> Iterator[Row]:
         x = setting.random(generator, tokens, shape.dim)
         return differentiated(lambda x: gather_rows(x, to.token, to.row), [x])
 
-    def weighted(generator: torch.Generator, kernels: str) -> tuple[Call, Call]:
+    def weighted(generator: torch.Generator, kernels: str) -> Call:
         choose_row_kernels(kernels, device.type)
         to = plan_of(generator)
-        weights = torch.rand(tokens, moe.top_k, device=device, generator=generator).requires_grad_()
-        y = setting.random(generator, rows, shape.dim)
-        return differentiated(lambda y, weights: combine(y, weights, to.token, to.slot, to.row), [y, weights])
+        weights = torch.rand(tokens, moe.top_k, device=device, generator=generator)
+        return functools.partial(combine, setting.random(generator, rows, shape.dim).detach(), weights, to.row)
 
     def active(generator: torch.Generator, kernels: str) -> tuple[Call, Call]:
         choose_row_kernels(kernels, device.type)
@@ -118,15 +117,12 @@ def dispatch_rows(setting: Setting) -> Iterator[Row]:
     hidden = rows * moe.hidden_dim * TWO
     for kernels in ("triton", "torch"):
         choose = functools.partial(pair, setting, variant=kernels)
-        # The backward pass of a gather is a sum over rows, that of a sum with weights reads the rows and the gradient.
+        # The backward pass of a gather is a sum over rows.
         yield from choose(
             part="gather", make=functools.partial(gather, kernels=kernels), bytes=(narrow + wide, 2 * (narrow + wide))
         )
-        yield from choose(
-            part="combine",
-            make=functools.partial(weighted, kernels=kernels),
-            bytes=(narrow + wide, 2 * narrow + 3 * wide),
-        )
+        work = Work(functools.partial(weighted, kernels=kernels), narrow + wide)
+        yield Row(setting.name, "combine", kernels, FORWARD, work)
         # h is two hidden; the backward pass reads h and grad, and writes the gradient of h and the activation anew.
         yield from choose(
             part="expert SwiGLU", make=functools.partial(active, kernels=kernels), bytes=(3 * hidden, 9 * hidden)

@@ -61,7 +61,7 @@ class _Float8Experts(torch.autograd.Function):
         y = product(cast_swiglu(h), _cast_matrix_rows(w2))  # (R, dim)
         ctx.save_for_backward(x, weights, w13, w2, token, slot, row, ends, h)
         ctx.matrices_in_float8, ctx.emulate = matrices_in_float8, emulate
-        return combine(y, weights, token, slot, row)
+        return combine(y, weights, row)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -38,7 +38,7 @@ class _GroupedExperts(torch.autograd.Function):
         y = grouped_mm(swiglu(h), w2.transpose(-2, -1), ends)  # (R, dim)
         ctx.sorted = weights.shape[1] == 1  # then x in another order is no more to keep
         ctx.save_for_backward(rows if ctx.sorted else x, weights, w13, w2, token, slot, row, ends, h)
-        return combine(y, weights, token, slot, row)
+        return combine(y, weights, row)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

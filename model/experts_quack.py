@@ -46,7 +46,7 @@ class _QuackExperts(torch.autograd.Function):
         h, active = kernels.gemm_act(x, w13, activation="swiglu", cu_seqlens_m=bounds, A_idx=token, tuned=False)
         y = kernels.gemm(active, w2.transpose(-2, -1), cu_seqlens_m=bounds, tuned=False)  # (R, dim)
         ctx.save_for_backward(x, weights, w13, w2, token, slot, row, bounds, h)
-        return combine(y, weights, token, slot, row)
+        return combine(y, weights, row)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -69,35 +69,6 @@ def _gather_sum(
 
 
 @triton.jit
-def _combine_backward(
-    grad,
-    rows,
-    weights,
-    token,
-    slot,
-    row,
-    d_rows,
-    d_weights,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    r = tl.program_id(0).to(tl.int64)
-    place = tl.load(slot + r)
-    here = tl.load(row + place) == r  # else no assignment names this row
-    t = tl.load(token + r).to(tl.int64)
-    weight = tl.where(here, tl.load(weights + place), 0.0)
-    end = tl.where(here, WIDTH, 0)
-    product = tl.zeros([BLOCK], dtype=tl.float32)
-    for start in range(0, WIDTH, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        mask = column < end
-        g = tl.load(grad + t * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
-        product += g * tl.load(rows + r * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
-        tl.store(d_rows + r * WIDTH + column, (weight * g).to(d_rows.dtype.element_ty), mask=column < WIDTH)
-    tl.store(d_weights + place, tl.sum(product, axis=0), mask=here)
-
-
-@triton.jit
 def _swiglu(h, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     r = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK
@@ -201,34 +172,6 @@ def gather_sum(rows: torch.Tensor, row: torch.Tensor, weights: torch.Tensor | No
             enable_fp_fusion=False,
         )
     return out
-
-
-def combine_backward(
-    grad: torch.Tensor,
-    rows: torch.Tensor,
-    weights: torch.Tensor,
-    token: torch.Tensor,
-    slot: torch.Tensor,
-    row: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`model.row_reference.combine_backward`."""
-    d_rows, d_weights = rows.new_empty(rows.shape), weights.new_zeros(weights.shape)
-    if d_rows.numel():
-        block = _columns(rows.shape[1])
-        _combine_backward[(len(rows),)](
-            grad.contiguous(),
-            rows.contiguous(),
-            weights.contiguous(),
-            token.contiguous(),
-            slot.contiguous(),
-            row.contiguous(),
-            d_rows,
-            d_weights,
-            WIDTH=rows.shape[1],
-            BLOCK=block,
-            num_warps=_warps(block, 16),
-        )
-    return d_rows, d_weights
 
 
 def swiglu(h: torch.Tensor) -> torch.Tensor:

@@ -61,7 +61,7 @@ def _kernels(x: torch.Tensor) -> ModuleType:
 
 @functools.cache
 def _compiled() -> Any:
-    names = ("gather_sum", "combine_backward", "swiglu", "swiglu_backward")
+    names = ("gather_sum", "swiglu", "swiglu_backward")
     found = ModuleType("compiled row_reference")
     for name in names:
         plain = getattr(row_reference, name)
@@ -130,77 +130,23 @@ gather_sum.register_autograd(_differentiate_sum, setup_context=_keep_index)
 
 
 @operator(f"{NAMESPACE}::combine")
-def combine(
-    rows: torch.Tensor, weights: torch.Tensor, token: torch.Tensor, slot: torch.Tensor, row: torch.Tensor
-) -> torch.Tensor:
+def combine(rows: torch.Tensor, weights: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     """(R, D), (T, slots) -> (T, D): each token's weighted sum (:func:`model.row_reference.gather_sum`).
 
-    The backward pass is one pass over ``rows``, which it keeps. Experts do not take it: they differentiate their whole
-    network at once, and keep no results (model/experts_grouped.py).
+    Without a backward pass of its own: experts differentiate their whole network at once, and keep no results
+    (model/experts_grouped.py).
     """
     return row_reference.gather_sum(rows, row, weights)
 
 
 @combine.register_kernel("cuda")
-def _(
-    rows: torch.Tensor, weights: torch.Tensor, token: torch.Tensor, slot: torch.Tensor, row: torch.Tensor
-) -> torch.Tensor:
+def _(rows: torch.Tensor, weights: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     return _kernels(rows).gather_sum(rows, row, weights)
 
 
 @combine.register_fake
-def _(
-    rows: torch.Tensor, weights: torch.Tensor, token: torch.Tensor, slot: torch.Tensor, row: torch.Tensor
-) -> torch.Tensor:
+def _(rows: torch.Tensor, weights: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     return rows.new_empty(row.shape[0], rows.shape[1])
-
-
-@operator(f"{NAMESPACE}::combine_backward")
-def combine_backward(
-    grad: torch.Tensor,
-    rows: torch.Tensor,
-    weights: torch.Tensor,
-    token: torch.Tensor,
-    slot: torch.Tensor,
-    row: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`model.row_reference.combine_backward`."""
-    return row_reference.combine_backward(grad, rows, weights, token, slot, row)
-
-
-@combine_backward.register_kernel("cuda")
-def _(
-    grad: torch.Tensor,
-    rows: torch.Tensor,
-    weights: torch.Tensor,
-    token: torch.Tensor,
-    slot: torch.Tensor,
-    row: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _kernels(rows).combine_backward(grad, rows, weights, token, slot, row)
-
-
-@combine_backward.register_fake
-def _(
-    grad: torch.Tensor,
-    rows: torch.Tensor,
-    weights: torch.Tensor,
-    token: torch.Tensor,
-    slot: torch.Tensor,
-    row: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
-
-
-def _keep_combine(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _differentiate_combine(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return *combine_backward(grad, *ctx.saved_tensors), None, None, None
-
-
-combine.register_autograd(_differentiate_combine, setup_context=_keep_combine)
 
 
 @operator(f"{NAMESPACE}::expert_swiglu")

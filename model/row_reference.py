@@ -34,31 +34,6 @@ def gather_sum(rows: torch.Tensor, row: torch.Tensor, weights: torch.Tensor | No
     return total.to(rows.dtype)
 
 
-def combine_backward(
-    grad: torch.Tensor,
-    rows: torch.Tensor,
-    weights: torch.Tensor,
-    token: torch.Tensor,
-    slot: torch.Tensor,
-    row: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Backward of the weighted :func:`gather_sum` at the gradient ``grad`` (T, D) of its result.
-
-    Args:
-        token, slot: int64 (R,), the token and the place among T * slots of each row (:class:`model.permute.Plan`).
-
-    Returns:
-        Gradient of ``rows``, weight x gradient of the row's token, zero for rows that no assignment names; of
-        ``weights``, the products of each row with its token's gradient.
-    """
-    named = row.flatten()[slot] == torch.arange(len(rows), device=rows.device)
-    mine = grad[token].to(_wide(rows))
-    weight = torch.where(named, weights.flatten()[slot], 0.0).to(mine.dtype)
-    products = (mine * rows).sum(-1, keepdim=True)
-    d_weights = gather_sum(products, row.flatten()[:, None]).view_as(weights)
-    return (torch.where(named[:, None], mine, 0.0) * weight[:, None]).to(rows.dtype), d_weights.to(weights.dtype)
-
-
 def swiglu(h: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up in float32: (R, 2 hidden), interleaved, -> (R, hidden) in the dtype of ``h``."""
     gate, up = h.unflatten(-1, (-1, 2)).unbind(-1)
