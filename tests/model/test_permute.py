@@ -1,7 +1,7 @@
 import torch
 
-from model.permute import experts_in_pieces, plan_padded_rows, plan_pieces, plan_rows
 from model import row_ops
+from model.permute import experts_in_pieces, plan_padded_rows, plan_pieces, plan_rows
 from model.row_ops import combine, gather_rows
 from model.row_reference import gather_sum
 
