@@ -60,10 +60,17 @@ class Stage(PipelineStage):
         self.compute, self.busy = compute, busy
         self.micro_batches: list[Inputs] = []
         self.current = 0
+        self._graphs: dict[int, Any] = {}
+        """Of micro-batches whose weights have no gradient yet: a node behind the output, and by it the whole graph.
+        torch takes an output off its graph after the pass for inputs, and keeps the Python objects of nodes that the
+        pass for weights begins at. In torch 2.11 such an object does not keep an autograd function of Python (grouped
+        experts, a loss in parts) alive, and the pass fails."""
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The stage's part of the current micro-batch."""
-        return self.compute(self.submod, self.micro_batches[self.current], args[0] if args else None)
+        out = self.compute(self.submod, self.micro_batches[self.current], args[0] if args else None)
+        self._graphs[self.current] = out.view_as(out).grad_fn
+        return out
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Without messages of a V to itself, which gloo cannot send. torch 2.13 no longer asks."""
@@ -75,15 +82,18 @@ class Stage(PipelineStage):
         with self.busy.measured("forward", self._label(fwd_chunk_id)):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> None:
         """Backward pass of one micro-batch, whole or for inputs alone."""
         with self.busy.measured("backward", self._label(bwd_chunk_id)):
-            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+            super().backward_one_chunk(bwd_chunk_id, *args, full_backward=full_backward, **kwargs)
+        if full_backward:
+            del self._graphs[bwd_chunk_id]
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """Backward pass of one micro-batch for weights."""
         with self.busy.measured("backward", f"{self._label(bwd_chunk_id)} weights"):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        del self._graphs[bwd_chunk_id]
 
     def _label(self, micro_batch: int) -> str:
         return f"stage {self.stage_index} micro-batch {micro_batch}"
