@@ -8,7 +8,6 @@ from typing import Any
 from config.field import key
 
 _TRACES: dict[str, Any] = {"parent": "profiling.enable_profiling", "parent_values": (True,)}
-_SNAPSHOTS: dict[str, Any] = {"parent": "profiling.enable_memory_snapshot", "parent_values": (True,)}
 
 
 @dataclass
@@ -24,8 +23,8 @@ class Profiling:
     profiler_warmup: int = key(3, minimum=0, **_TRACES)
     """Steps before these for which the profiler is on and keeps nothing."""
     enable_memory_snapshot: bool = False
-    """Record every allocation on the GPU; write it every profile_freq steps and when memory runs out."""
-    save_memory_snapshot_folder: str = key("memory_snapshot", **_SNAPSHOTS)
-    """Folder of the snapshots, inside the run directory."""
+    """Record every allocation on the GPU, and write the record every profile_freq steps and when memory runs out."""
+    save_memory_snapshot_folder: str = "memory_snapshot"
+    """Folder of the snapshots, inside the run directory; of what is held when memory runs out, recorded or not."""
     ranks: list[int] = key(factory=lambda: [0])
     """Ranks that record and write. Empty: all of them."""

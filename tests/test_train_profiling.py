@@ -171,18 +171,20 @@ def test_a_run_on_a_gpu(tmp_path):
 
 
 @pytest.mark.gpu
-def test_running_out_of_memory_is_one_sentence_with_a_snapshot(tmp_path):
+@pytest.mark.parametrize("recorded", [False, True])
+def test_running_out_of_memory_is_one_sentence_with_a_snapshot(tmp_path, recorded):
     """Logits of 65,536 tokens over a million words are 262 GB in float32."""
     run_dir = tmp_path / "run"
     large = ["--training.seq_len", "256", "--training.local_batch_size", "256", "--training.global_batch_size", "256"]
-    large += ["--model.vocab_size", "1000000", "--training.steps", "4", "--profiling.enable_memory_snapshot"]
+    large += ["--model.vocab_size", "1000000", "--training.steps", "4"]
+    large += ["--profiling.enable_memory_snapshot"] * recorded
     done = launch(run_dir, *large, environment=dict(os.environ))
     assert done.returncode == 1, done.stdout + done.stderr
     reason = json.loads((run_dir / "FAILED").read_text())["reason"]
     assert reason.startswith("out of memory in step 1, forward, on rank 0") or ", backward, " in reason
     assert "peak active" in reason and "peak reserved" in reason
-    snapshot = Path(reason.partition("Memory snapshot: ")[2])
-    assert pickle.loads(snapshot.read_bytes())["segments"]
+    snapshot = pickle.loads(Path(reason.partition("Memory snapshot: ")[2]).read_bytes())
+    assert snapshot["segments"] and any(snapshot["device_traces"]) == recorded
     assert reason in done.stderr and "Traceback" not in done.stderr
 
 

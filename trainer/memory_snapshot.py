@@ -1,4 +1,4 @@
-"""The history of the GPU allocator, for pytorch.org/memory_viz, and what to say when memory has run out."""
+"""What the GPU allocator holds, for pytorch.org/memory_viz, and what to say when memory has run out."""
 
 from __future__ import annotations
 
@@ -17,21 +17,19 @@ ENTRIES = 100_000
 logger = logging.getLogger(__name__)
 
 
-class MemorySnapshots:
-    """Records allocations from now on. CUDA only."""
+def record_allocations() -> None:
+    """Keep the history of allocations from now on. CUDA only; every allocation takes longer."""
+    # Python's stacks alone: those of C++ take minutes to be looked up when a snapshot is written.
+    torch.cuda.memory._record_memory_history(max_entries=ENTRIES, stacks="python")
 
-    def __init__(self, folder: Path, rank: int):
-        self._folder, self._rank = folder, rank
-        # Python's stacks alone: those of C++ take minutes to be looked up when a snapshot is written.
-        torch.cuda.memory._record_memory_history(max_entries=ENTRIES, stacks="python")
 
-    def write(self, name: str) -> Path:
-        """Write the history and what is allocated now; returns the file."""
-        path = self._folder / name / f"rank{self._rank}_memory_snapshot.pickle"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(path))
-        logger.info("Memory snapshot in %s", path)
-        return path
+def write_snapshot(folder: Path, rank: int) -> Path:
+    """Write what is allocated now, and its history if that is recorded; returns the file. CUDA only."""
+    path = folder / f"rank{rank}_memory_snapshot.pickle"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.cuda.memory._dump_snapshot(str(path))
+    logger.info("Memory snapshot in %s", path)
+    return path
 
 
 def out_of_memory(error: torch.OutOfMemoryError, *, step: int, rank: int, device: torch.device) -> str:

@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, _KinetoProfile
 
 from config.profiling_schema import Profiling
 from trainer.kernel_table import tabulate
-from trainer.memory_snapshot import MemorySnapshots
+from trainer.memory_snapshot import record_allocations, write_snapshot
 from trainer.spans import WINDOW, span
 from trainer.time_split import TimeSplit, split
 from trainer.trace import read_window
@@ -75,18 +75,19 @@ class Profiler:
         self._section = section
         self._mine = not section.ranks or rank in section.ranks
         self._folder = Path()
+        self._snapshots: Path | None = None
         self._kineto: _KinetoProfile | None = None
         self._window: span | None = None
         self._recorded = 0
-        self._snapshots: MemorySnapshots | None = None
         self.step = 0
         """The step under way, 0 before the first."""
 
     def open(self, run_dir: Path) -> None:
         """Begin to record allocations, if that is on, before the first is made. Nothing is written yet."""
         self._folder = run_dir / self._section.save_traces_folder
+        self._snapshots = run_dir / self._section.save_memory_snapshot_folder
         if self._section.enable_memory_snapshot and self._mine:
-            self._snapshots = MemorySnapshots(run_dir / self._section.save_memory_snapshot_folder, self._rank)
+            record_allocations()
 
     def begin(self, step: int) -> str:
         """Get ready, or begin to record, if ``step`` asks for it. Call before the step's batch is taken.
@@ -128,17 +129,23 @@ class Profiler:
         Returns:
             Tags of the split of a step's time, the mean over the ranks that recorded.
         """
-        if self._snapshots is not None:
-            self._snapshots.write(f"iteration_{step}")
+        if self._snapshots is not None and self._section.enable_memory_snapshot and self._mine:
+            write_snapshot(self._snapshots / f"iteration_{step}", self._rank)
         tags = self._close(self._folder / f"iteration_{step}")
         recorded = [found for found in self._gather(tags) if found]
         return {tag: sum(found[tag] for found in recorded) / len(recorded) for tag in recorded[0]} if recorded else {}
 
     def last_snapshot(self) -> str:
-        """Write a memory snapshot when training ends for want of memory; returns words that say where, or nothing."""
-        if self._snapshots is None:
+        """Write a memory snapshot when this rank's GPU is out of memory, recorded or not; returns words that say where.
+
+        Without a history it tells what is allocated, block by block, and what lies between. Off a GPU there is none.
+        """
+        if self._device.type != "cuda" or self._snapshots is None:
             return ""
-        return f". Memory snapshot: {self._snapshots.write(f'iteration_{self.step}_exit')}"
+        try:
+            return f". Memory snapshot: {write_snapshot(self._snapshots / f'iteration_{self.step}_exit', self._rank)}"
+        except OSError as error:  # the reason why training ended is more
+            return f". No memory snapshot: {error}"
 
     def close(self) -> None:
         """Give up a window that is under way. A process that ends inside one is torn down by a signal."""

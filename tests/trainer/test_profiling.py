@@ -3,6 +3,7 @@
 import gzip
 import json
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -142,6 +143,31 @@ def test_on_a_gpu_kernels_are_split_by_what_launched_them(tmp_path):
     busy = split["step_s"] - split["parts_s"]["idle"] - split["parts_s"]["data_wait"]
     assert table["total_us"] / 2e6 == pytest.approx(busy, rel=0.05), "one stream: the table and the split agree"
     assert tags[6]["profiling/idle(s)"] == split["parts_s"]["idle"]
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_what_is_held_when_memory_runs_out_is_kept_by_any_rank_without_being_asked_for(tmp_path, monkeypatch, rank):
+    profiler = Profiler(Profiling(), steps=4, rank=rank, device=torch.device("cuda"), gather=alone)
+    assert profiler.last_snapshot() == "", "no run directory yet"
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"held"))
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **_: pytest.fail("it slows every step"))
+    profiler.open(tmp_path)
+    assert profiler.begin(3) == "" and not profiler.ends(4)
+    path = tmp_path / "memory_snapshot" / "iteration_3_exit" / f"rank{rank}_memory_snapshot.pickle"
+    assert profiler.last_snapshot() == f". Memory snapshot: {path}" and path.read_bytes() == b"held"
+
+
+def test_a_snapshot_that_cannot_be_written_hides_no_reason(tmp_path, monkeypatch):
+    profiler = Profiler(Profiling(), steps=4, rank=0, device=torch.device("cuda"), gather=alone)
+    (tmp_path / "memory_snapshot").write_text("a file where the folder would be")
+    profiler.open(tmp_path)
+    assert profiler.last_snapshot().startswith(". No memory snapshot: ")
+
+
+def test_on_a_cpu_there_is_no_snapshot(tmp_path):
+    profiler = Profiler(Profiling(), steps=4, rank=0, device=torch.device("cpu"), gather=alone)
+    profiler.open(tmp_path)
+    assert profiler.last_snapshot() == "" and not list(tmp_path.iterdir())
 
 
 @pytest.mark.gpu
