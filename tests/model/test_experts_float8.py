@@ -123,6 +123,34 @@ def test_padding_changes_nothing(monkeypatch, load):
         assert relative(mine, theirs) < 1e-3, "sums of other lengths round apart, and few numbers then to float8"
 
 
+@RECIPES
+@pytest.mark.parametrize("load", LOADS)
+def test_a_kernel_is_given_what_the_emulation_does_not_need(monkeypatch, load, in_float8):
+    """Groups of whole sixteens, none empty, and float32 sums over rows, which have no bound."""
+    given, product = [], experts_float8.scaled_grouped_mm
+
+    def watched(a, a_scale, b, b_scale, ends, *, fast=True, **options):
+        sizes = torch.diff(ends, prepend=torch.zeros(1, dtype=ends.dtype))
+        assert bool((sizes % 16 == 0).all()) and bool((sizes > 0).all())
+        given.append((b.dim() == 2, fast))
+        return product(a, a_scale, b, b_scale, ends, fast=fast, **options)
+
+    monkeypatch.setattr(experts_float8, "scaled_grouped_mm", watched)
+    run(emulated(in_float8), *example(load))
+    assert sorted(given) == [(False, True)] * 4 + [(True, False)] * 2 * in_float8
+
+
+def test_padding_is_not_seen_by_the_scale_of_a_column(monkeypatch):
+    """A token that is much larger than the others, in every second expert alone."""
+    x, experts, weights, w13, w2 = example("all")
+    experts = torch.stack([torch.arange(100) % 6, (torch.arange(100) + 1) % 6], 1)
+    x[-1] *= 2**12
+    padded = run(emulated(True), x, experts, weights, w13, w2)[3]
+    monkeypatch.setattr(experts_float8, "MULTIPLE", 1)
+    for mine, theirs in zip(padded, run(emulated(True), x, experts, weights, w13, w2)[3], strict=True):
+        assert relative(mine, theirs) < 3e-3
+
+
 def test_padded_rows_hold_every_assignment_once():
     experts = torch.tensor([[2, 0], [2, 4], [2, 5], [2, 0], *[[2, 5]] * 20])  # 5: nowhere
     for bound in (None, int((experts < 5).sum())):

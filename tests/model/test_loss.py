@@ -120,6 +120,21 @@ def test_the_matrixs_gradient_is_summed_over_chunks_in_float32():
     assert grad.flatten().tolist() == [-2048.0, 2048.0]
 
 
+def test_the_hidden_states_gradient_is_summed_over_chunks_in_float32():
+    """4096 chunks of a column each add 2^-12 up to 1, before the label's column takes 1 away."""
+    hidden, weight = torch.zeros(1, 1, 1, dtype=torch.bfloat16), torch.ones(4096, 1, dtype=torch.bfloat16)
+    _, grad, _ = evaluated(VocabularyChunked(1), hidden, weight, torch.full((1, 1), 4095), scale=1.0)
+    assert abs(float(grad)) < 1e-3
+
+
+@pytest.mark.parametrize("kind", ["rows", "columns"])
+def test_under_autocast_the_masters_gradient_is_not_rounded_to_bfloat16(kind):
+    hidden, weight, labels = inputs(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, _, grad = evaluated(KINDS[kind](), hidden, weight, labels, scale=1.0)
+    assert (grad != grad.bfloat16()).float().mean() > 0.9
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_under_autocast_the_product_is_in_bfloat16_and_the_masters_gradient_in_float32(kind):
     hidden, weight, labels = inputs(torch.float32)

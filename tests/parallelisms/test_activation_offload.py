@@ -136,3 +136,33 @@ def test_a_pass_without_gradients_moves_nothing():
     with torch.no_grad():
         moved(TOKENS)
     assert sent_bytes(moved) == 0
+
+
+def test_small_tensors_stay():
+    moved = Decoder(SHAPE, attention_backend("sdpa"), 16)
+    apply_activation_offload(moved)
+    moved(TOKENS)
+    assert sent_bytes(moved) == 0, "none has a MiB"
+
+
+def test_a_view_comes_back_as_the_part_it_was():
+    x, activations = torch.randn(3, 8, dtype=torch.float64, requires_grad=True), Activations(0)
+
+    def gated(x: torch.Tensor) -> torch.Tensor:
+        left, right = (2 * x).split(3 + 2, -1)[0][:, 1:].chunk(2, -1)
+        return left.sin() * right.cos()
+
+    with activations.of_block((), first=True):
+        out = gated(x)
+    (found,) = torch.autograd.grad(out.sum(), x)
+    (expected,) = torch.autograd.grad(gated(x).sum(), x)
+    assert torch.equal(found, expected)
+
+
+def test_a_backward_pass_brings_back_nothing_of_another_forward_pass():
+    moved = model(offload=True)
+    first = moved(TOKENS).logsumexp(-1).sum()
+    waiting = _storages(moved)
+    moved(TOKENS.flip(0)).logsumexp(-1).sum().backward()
+    assert waiting and not any(s.held is not None for s in waiting)
+    first.backward()
