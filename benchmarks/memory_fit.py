@@ -6,7 +6,7 @@ Least squares of relative errors, drawn towards 1 (what was counted) by RIDGE: a
 about stays where it was. Writes config/memory_coefficients.json with the rows it comes from and the errors of the rows
 it has not seen. Needs no GPU.
 
-Exit code: 0 every unseen row is within WITHIN per cent; 1 one is not, or there are too few rows.
+Exit code: 0 every unseen row is within WITHIN per cent; 1 one is not, or there are too few rows, or of two machines.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -67,17 +66,18 @@ def error_percent(row: Row, measured: float, coefficients: dict[str, float]) -> 
     return 100 * (foreseen(row, coefficients).peak / GIB / measured - 1)
 
 
-def measured_rows(folder: Path) -> tuple[list[tuple[Row, float]], list[tuple[Row, float]], dict[str, Any]]:
-    """Rows to fit and rows to test, with peak active GiB; and what is common to the rows that are fitted."""
+def measured_rows(folder: Path) -> tuple[list[tuple[Row, float]], list[tuple[Row, float]], list[dict[str, str]]]:
+    """Rows to fit and rows to test, with peak active GiB; and the kinds of machine they were measured on."""
     found: dict[bool, list[tuple[Row, float]]] = {True: [], False: []}
-    about: dict[str, Any] = {}
-    for name, rows in ROWS.items():
-        for row in rows:
+    machines: list[dict[str, str]] = []
+    for name in ("fit", "check", "switches"):
+        for row in ROWS[name]:
             raw = read(folder, row)
             if raw is not None and raw.get("peak_active_gib"):
                 found[name == "fit"].append((row, raw["peak_active_gib"]))
-                about |= {key: raw["identity"][key] for key in ("gpu", "torch")} if name == "fit" else {}
-    return found[True], found[False], about
+                there = {key: raw["identity"][key] for key in ("gpu", "torch")}
+                machines += [there] if there not in machines else []
+    return found[True], found[False], machines
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -85,12 +85,18 @@ def main(argv: list[str] | None = None) -> int:
     made.add_argument("--rows", type=Path, default=MEMORY, help="folder of the rows' files")
     made.add_argument("--out", type=Path, default=TABLE, help="file of the coefficients")
     chosen = made.parse_args(argv)
-    fitted, unseen, about = measured_rows(chosen.rows)
+    fitted, unseen, machines = measured_rows(chosen.rows)
     if len(fitted) < len(NAMES) or len(unseen) < FEWEST_UNSEEN:
         print(
             f"{chosen.rows}: {len(fitted)} fit rows and {len(unseen)} others are measured; {len(NAMES)} and"
             f" {FEWEST_UNSEEN} are needed. Run python -m benchmarks.memory_table fit check switches on a GPU",
             file=sys.stderr,
+        )
+        return 1
+    if len(machines) > 1:
+        kinds = ", ".join(f"{each['gpu']} with torch {each['torch']}" for each in machines)
+        print(
+            f"{chosen.rows}: rows of {kinds}, and coefficients are those of one. Measure on one alone", file=sys.stderr
         )
         return 1
     assert len(fitted) <= MOST_FITTED
@@ -109,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
         "fitted_on": [row.name for row, _ in fitted],
         "unseen": tested,
         "worst_unseen_percent": worst,
-        **about,
+        **machines[0],
     }
     chosen.out.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     print(f"\n{coefficients}\nworst of {len(tested)} unseen rows: {worst:.1f} %; written to {chosen.out}")

@@ -4,10 +4,12 @@
     python -m benchmarks.memory_table switches --only dense_8b --print
 
 Rows are in benchmarks/memory_rows.py. Each leaves <row>.json in --out, so a command that was interrupted goes on where
-it ended; a row of other words, steps, torch or card is measured anew. A row that runs out of memory is a result. What
-two rows' speeds are compared with is measured in the same session, one machine from its start: a base of an earlier
-session is measured again before the first of its rows is. Without a GPU a row has no memory and no place in the table.
-Rows that are fitted need no speed: several such commands may share a GPU, with --memory_only.
+it ended; a row of other words, steps, torch or card is measured anew. A row that runs out of memory is a result; one
+that failed otherwise says why in its file, and is due again, but takes the place of no measurement. Both sides of a row
+are measured in the same session, one machine from its start: a base of an earlier session is measured again before the
+first row that needs it, and a row's file keeps what its base measured then. Without its base a row is not run. Without
+a GPU a row has no memory and no place in the table. Rows that are fitted need no speed: several such commands may share
+a GPU, with --memory_only.
 
 Exit code: 0 every row is there; 1 a row failed, other than for memory; 2 a mistake on the command line; 3 the budget
 did not hold all rows.
@@ -35,6 +37,9 @@ MEMORY = RESULTS / "memory"
 STEPS, LOG_FREQ = 6, 3
 """The first three steps are warm-up; log steps are 1, 3 and 6."""
 TAGS = {"peak_active_gib": "memory/max_active(GiB)", "peak_reserved_gib": "memory/max_reserved(GiB)"}
+BY_NAME = {row.name: row for rows in ROWS.values() for row in rows}
+SIDE = (*TAGS, "tokens_per_s", "loss", "error", "session")
+"""Of its base, what a row's file keeps."""
 
 
 def command_of(row: Row, run_dir: str) -> list[str]:
@@ -93,12 +98,13 @@ def figures(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def read(folder: Path, row: Row, machine: dict[str, Any] | None = None) -> dict[str, Any] | None:
-    """The file of ``row``, if it holds one; with ``machine`` only if it was measured on such a one, and to an end."""
+    """The file of ``row``, if it holds a run of it; with ``machine`` only if that was on such a one, and to an end."""
     try:
         raw = json.loads((folder / f"{row.name}.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    if machine is not None and (raw["identity"] != identity_of(row, machine) or failed(raw)):
+    there = machine or {"gpu_name": raw["identity"]["gpu"], "torch": raw["identity"]["torch"]}
+    if raw["identity"] != identity_of(row, there) or (machine is not None and failed(raw)):
         return None
     return raw
 
@@ -108,18 +114,23 @@ def failed(raw: dict[str, Any]) -> bool:
     return "error" in raw and raw["error"] != "out of memory"
 
 
-def due(rows: list[Row], folder: Path, machine: dict[str, Any], session: str) -> list[Row]:
-    """What remains to be run, in order; before the first row of a base, the base, if it is of another session."""
-    by_name = {row.name: row for row in rows}
+def beside(folder: Path, row: Row, machine: dict[str, Any], session: str) -> dict[str, Any] | None:
+    """What the base of ``row`` measured in this session; None if it has not."""
+    raw = read(folder, BY_NAME[row.base], machine)
+    return {key: raw[key] for key in SIDE if key in raw} if raw is not None and raw["session"] == session else None
+
+
+def due(rows: list[Row], folder: Path, machine: dict[str, Any], session: str, again: bool = False) -> list[Row]:
+    """What remains to be run, in order (``again``: all); before the first row of a base, the base, if it is of another
+    session.
+    """
     found: list[Row] = []
     for row in rows:
-        if read(folder, row, machine) is not None or row in found:
+        raw = None if again else read(folder, row, machine)
+        if row in found or (raw is not None and (not row.base or "beside" in raw)):
             continue
-        base = by_name.get(row.base)
-        if base is not None and base not in found:
-            measured = read(folder, base, machine)
-            if measured is None or measured["session"] != session:
-                found.append(base)
+        if row.base and BY_NAME[row.base] not in found and beside(folder, row, machine, session) is None:
+            found.append(BY_NAME[row.base])
         found.append(row)
     return found
 
@@ -129,7 +140,7 @@ def table(rows: list[Row], folder: Path) -> str:
     measured = {row.name: raw for row in rows if (raw := read(folder, row)) is not None}
     out = ["| row | active GiB | reserved GiB | tokens/s | loss |", "|---|---|---|---|---|"]
     for raw in measured.values():
-        base = measured.get(raw["base"], {})
+        base = raw.get("beside", {})
         if "error" in raw:
             out.append(f"| {raw['what']} | {raw['error']} | | | |")
             continue
@@ -138,9 +149,8 @@ def table(rows: list[Row], folder: Path) -> str:
         less, ratio, speed = "", "", raw["tokens_per_s"]
         if base.get("peak_active_gib") is not None:
             less = f" ({raw['peak_active_gib'] - base['peak_active_gib']:+.1f})"
-            same = base["session"] == raw["session"]
-            if speed and base["tokens_per_s"]:
-                ratio = f" ({speed / base['tokens_per_s']:.3f} x)" if same else " (base of another session)"
+        if speed and base.get("tokens_per_s"):
+            ratio = f" ({speed / base['tokens_per_s']:.3f} x)"
         out.append(
             f"| {raw['what']} | {raw['peak_active_gib']:.1f}{less} | {raw['peak_reserved_gib']:.1f}"
             f" | {format(speed, ',.0f') if speed else '-'}{ratio} | {raw['loss']:.3f} |"
@@ -166,13 +176,15 @@ def main(argv: list[str] | None = None) -> int:
     made.add_argument("--memory_only", action="store_true", help="leave speeds out: other work runs on the GPU")
     made.add_argument("--print", action="store_true", dest="only_print", help="measure nothing")
     made.add_argument("--budget_s", type=float, default=float("inf"), help="end after so long, keeping what is done")
-    made.add_argument("--limit_s", type=float, default=120.0, help="longest run of a row")
+    made.add_argument("--limit_s", type=float, default=180.0, help="longest run of a row")
     made.add_argument("--commit", help="of the checkout, where git is not at hand")
     chosen = made.parse_args(argv)
     wanted = [word for word in chosen.only.split(",") if word]
     rows = [row for name in chosen.sets for row in ROWS[name] if not wanted or any(word in row.name for word in wanted)]
     if not rows:
         made.error(f"--only {chosen.only}: no row of {' '.join(chosen.sets)} has such a name")
+    if chosen.memory_only and any(row.base for row in rows):
+        made.error(f"--memory_only with {' '.join(chosen.sets)}: rows that have a base are there for their speed too")
     code = 0 if chosen.only_print else run(rows, chosen)
     print(table(rows, chosen.out))
     return code
@@ -184,17 +196,27 @@ def run(rows: list[Row], chosen: argparse.Namespace) -> int:
 
     deadline, here = time.monotonic() + chosen.budget_s, machine()
     session, state = session_of(here), chosen.commit or commit()
-    left, code = list(rows) if chosen.again else due(rows, chosen.out, here, session), 0
+    left, code = due(rows, chosen.out, here, session, chosen.again), 0
     print(f"{len(left)} of {len(rows)} rows are due", flush=True)
     longest = 0.0
     for row in left:
         if (rest := deadline - time.monotonic()) < longest:
             print(f"{rest:.0f} s are left, the longest run took {longest:.0f} s", flush=True)
             return 3
+        base = beside(chosen.out, row, here, session) if row.base else None
+        if row.base and base is None:
+            print(f"{row.name}: not run, as {row.base} failed", flush=True)
+            continue
         raw = measure(row, here, session, state, min(chosen.limit_s, rest))
+        if failed(raw) and raw["seconds"] >= rest:
+            print(f"{row.name}: the budget ended during its run", flush=True)
+            return 3
+        if base is not None:
+            raw["beside"] = base
         if chosen.memory_only:
             raw["tokens_per_s"] = None
-        save_raw(chosen.out / f"{row.name}.json", raw)
+        if not failed(raw) or read(chosen.out, row, here) is None:
+            save_raw(chosen.out / f"{row.name}.json", raw)
         longest = max(longest, raw["seconds"])
         code = 1 if failed(raw) else code
         active = raw.get("peak_active_gib")

@@ -24,6 +24,8 @@ def write(folder, row, active=1.0, session="now", **more):
         "identity": identity_of(row, MACHINE),
     }
     raw |= {"peak_active_gib": active, "peak_reserved_gib": active + 1, "tokens_per_s": 10.0, "loss": 2.0, **more}
+    if row.base and "error" not in more:
+        raw |= {"beside": {"peak_active_gib": 4.0, "tokens_per_s": 20.0, "session": session}} | more
     (folder / f"{row.name}.json").write_text(json.dumps(raw))
 
 
@@ -50,6 +52,17 @@ def test_a_row_is_due_once_and_its_base_again_in_another_session(tmp_path):
     assert due([base, full], tmp_path, MACHINE | {"torch": "3"}, "now") == [base, full]
 
 
+def test_a_base_is_measured_though_it_was_not_asked_for(tmp_path):
+    base, full = ROWS["debug"]
+    assert due([full], tmp_path, MACHINE, "now") == [base, full]
+    write(tmp_path, base)
+    assert due([full], tmp_path, MACHINE, "now") == [full]
+    write(tmp_path, full)
+    assert due([full], tmp_path, MACHINE, "now") == []
+    assert due([full], tmp_path, MACHINE, "now", again=True) == [full]
+    assert due([base, full], tmp_path, MACHINE, "now", again=True) == [base, full]
+
+
 def test_out_of_memory_is_a_result_and_a_failure_is_not(tmp_path):
     base, full = ROWS["debug"]
     write(tmp_path, base, error="out of memory")
@@ -58,25 +71,104 @@ def test_out_of_memory_is_a_result_and_a_failure_is_not(tmp_path):
     assert "| the debug model | out of memory |" in table([base], tmp_path)
 
 
-def test_speeds_are_compared_within_a_session_only(tmp_path):
+def test_a_row_without_its_other_side_is_due(tmp_path):
     base, full = ROWS["debug"]
-    write(tmp_path, base, active=4.0)
+    write(tmp_path, base)
+    write(tmp_path, full)
+    path = tmp_path / "debug_full.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "beside"}))
+    assert due([base, full], tmp_path, MACHINE, "now") == [full]
+
+
+def test_a_row_is_compared_with_what_its_base_was_then(tmp_path):
+    base, full = ROWS["debug"]
     write(tmp_path, full, active=3.0)
-    assert "| 3.0 (-1.0) | 4.0 | 10 (1.000 x) | 2.000 |" in table([base, full], tmp_path)
-    write(tmp_path, full, session="later")
-    assert "x)" not in table([base, full], tmp_path)
+    write(tmp_path, base, active=9.0, session="later", tokens_per_s=5.0)
+    assert "| 3.0 (-1.0) | 4.0 | 10 (0.500 x) | 2.000 |" in table([base, full], tmp_path)
 
 
-def test_a_row_that_shared_its_gpu_has_no_speed(tmp_path, monkeypatch, capsys):
-    def measure(row, *_):
-        write(tmp_path, row)
-        return json.loads((tmp_path / f"{row.name}.json").read_text()) | {"seconds": 1.0}
+def test_a_row_of_other_words_is_not_shown(tmp_path):
+    base, full = ROWS["debug"]
+    write(tmp_path, full)
+    path = tmp_path / "debug_full.json"
+    path.write_text(path.read_text().replace('"full"]', '"none"]').replace('"full",', '"none",'))
+    assert len(table([base, full], tmp_path).splitlines()) == 2
 
+
+@pytest.fixture
+def session(tmp_path, monkeypatch):
+    """Runs the table on a machine on which a row of ``outcome`` is what it says, and any other takes a second."""
+    outcome, ran = {}, []
+
+    def measure(row, machine, session, commit, limit_s):
+        ran.append(row.name)
+        write(tmp_path / "elsewhere", row, session=session)
+        raw = json.loads((tmp_path / "elsewhere" / f"{row.name}.json").read_text())
+        raw.pop("beside", None)
+        return raw | {"seconds": 1.0} | outcome.get(row.name, {})
+
+    (tmp_path / "elsewhere").mkdir()
     monkeypatch.setattr(memory_table, "measure", measure)
     monkeypatch.setattr("benchmarks.compare.machine", lambda: MACHINE | {"hostname_hash": "h"})
-    assert memory_table.main(["debug", "--out", str(tmp_path), "--commit", "c", "--memory_only"]) == 0
-    assert [json.loads(path.read_text())["tokens_per_s"] for path in tmp_path.iterdir()] == [None, None]
+
+    def run(*words):
+        ran.clear()
+        return memory_table.main([*words, "--out", str(tmp_path / "rows"), "--commit", "c"]), list(ran)
+
+    run.outcome, run.folder = outcome, tmp_path / "rows"
+    return run
+
+
+def test_a_row_keeps_what_its_base_measured_beside_it(session):
+    assert session("debug") == (0, ["debug_base", "debug_full"])
+    beside = json.loads((session.folder / "debug_full.json").read_text())["beside"]
+    assert (beside["peak_active_gib"], beside["tokens_per_s"], beside["loss"]) == (1.0, 10.0, 2.0)
+    assert session("debug") == (0, [])
+    assert session("debug", "--again") == (0, ["debug_base", "debug_full"])
+
+
+def test_a_failed_base_leaves_its_rows_for_later_and_a_failed_row_no_other(session, capsys):
+    session.outcome["debug_base"] = {"error": "exit code 1"}
+    assert session("debug") == (1, ["debug_base"])
+    assert "debug_full: not run, as debug_base failed" in capsys.readouterr().out
+    assert not (session.folder / "debug_full.json").exists()
+    session.outcome |= {"debug_base": {}, "debug_full": {"error": "exit code 1"}}
+    assert session("debug") == (1, ["debug_base", "debug_full"])
+    session.outcome.clear()
+    assert session("debug") == (0, ["debug_full"])
+
+
+def test_a_row_beside_a_base_without_memory_enough_is_measured(session):
+    session.outcome["debug_base"] = {"error": "out of memory"}
+    assert session("debug") == (0, ["debug_base", "debug_full"])
+    assert json.loads((session.folder / "debug_full.json").read_text())["beside"]["error"] == "out of memory"
+
+
+def test_a_failure_does_not_take_the_place_of_a_measurement(session):
+    session("debug")
+    session.outcome["debug_full"] = {"error": "exit code 1"}
+    assert session("debug", "--again")[0] == 1
+    assert "error" not in json.loads((session.folder / "debug_full.json").read_text())
+
+
+def test_a_budget_ends_before_a_run_that_would_not_fit_and_a_run_it_ended_is_none(session):
+    session.outcome["debug_base"] = {"seconds": 1000.0}
+    assert session("debug", "--budget_s", "500") == (3, ["debug_base"])
+    session.outcome["debug_full"] = {"seconds": 500.0, "error": "stopped after 500 s"}
+    assert session("debug", "--budget_s", "500") == (3, ["debug_full"])
+    assert not (session.folder / "debug_full.json").exists()
+    session.outcome["debug_full"] = {"seconds": 180.0, "error": "stopped after 180 s"}
+    assert session("debug", "--budget_s", "500") == (1, ["debug_full"])
+    assert json.loads((session.folder / "debug_full.json").read_text())["error"] == "stopped after 180 s"
+
+
+def test_a_row_that_shared_its_gpu_has_no_speed(session, capsys):
+    assert session("check", "--memory_only")[0] == 0
+    assert [json.loads(path.read_text())["tokens_per_s"] for path in session.folder.iterdir()] == [None, None]
     assert capsys.readouterr().out.count(" | - | 2.000 |") == 2
+    with pytest.raises(SystemExit):
+        session("debug", "--memory_only")
+    assert "rows that have a base are there for their speed too" in capsys.readouterr().err
 
 
 def test_figures_leave_warm_up_out_of_the_speed_and_nothing_out_of_the_peak():
@@ -112,3 +204,7 @@ def test_the_fit_is_written_with_what_it_comes_from(tmp_path, capsys):
     assert main(["--rows", str(tmp_path), "--out", str(tmp_path / "out.json")]) == 0
     written = json.loads((tmp_path / "out.json").read_text())
     assert (written["gpu"], len(written["fitted_on"]), len(written["unseen"])) == ("a card", 8, 8)
+    path = tmp_path / f"{ROWS['check'][0].name}.json"
+    path.write_text(path.read_text().replace("a card", "another"))
+    assert main(["--rows", str(tmp_path), "--out", str(tmp_path / "out.json")]) == 1
+    assert "rows of a card with torch 2, another with torch 2" in capsys.readouterr().err

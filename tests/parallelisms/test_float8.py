@@ -45,8 +45,10 @@ def decoder(config: Config) -> Decoder:
 
 
 def experts() -> Config:
+    """A router of sizes that would do."""
     config = Config()
     config.model.name, config.model.flavor, config.moe.num_shared_experts = "moe", "debug_moe", 1
+    config.moe.num_experts = 16
     return config
 
 
