@@ -15,6 +15,15 @@ def _uneven(config: Config, shape: ModelShape, said: Said) -> str:
     return f"{said('moe.num_experts')} is not divisible by {said('parallelism.expert_parallel_degree')}"
 
 
+def _in_parts(config: Config, shape: ModelShape) -> bool:
+    return _spread(config, shape) and config.moe.comm_overlap == "experts"
+
+
+def _one_expert(config: Config, shape: ModelShape) -> bool:
+    degree = config.parallelism.expert_parallel_degree
+    return _in_parts(config, shape) and shape.moe is not None and shape.moe.num_experts == degree
+
+
 def _no_ranks(config: Config, shape: ModelShape) -> bool:
     section = config.parallelism
     copies = section.zero_stage in (0, 1) or section.data_parallel_shard_degree == 1
@@ -78,6 +87,22 @@ EXPERT_PARALLEL = (
             "moe.comm_overlap",
             "moe.num_shared_experts",
         ),
+    ),
+    Refusal(
+        "overlap with experts, a token once a rank",
+        "all experts of a rank read the one row of a token, so none can start without it and parts would send it again."
+        ' Set moe.dispatcher = "all_to_all", or moe.comm_overlap = "shared_expert".',
+        together(
+            lambda config, shape: _in_parts(config, shape) and config.moe.dispatcher == "all_to_all_dedup",
+            "moe.comm_overlap",
+            "moe.dispatcher",
+        ),
+    ),
+    Refusal(
+        "overlap with experts, one expert a rank",
+        "the experts of a rank are computed in parts, each while tokens of others travel, and one expert is one part."
+        ' Choose a smaller degree, or set moe.comm_overlap = "none".',
+        together(_one_expert, "moe.comm_overlap", "expert_parallel_degree"),
     ),
     Refusal(
         "EP with zero bubble",

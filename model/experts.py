@@ -22,6 +22,9 @@ from model.permute import experts_in_pieces
 Compute = Callable[..., torch.Tensor]
 """(x, experts, weights, w13, w2, max_rows, counts) -> (T, dim), as :func:`loop_experts`."""
 
+Serve = Callable[[torch.Tensor, Compute, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
+"""(x, compute, w13, w2) -> results: what a dispatcher has experts do, see :meth:`Experts.forward`."""
+
 
 def loop_experts(
     x: torch.Tensor,
@@ -83,21 +86,24 @@ class Experts(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        experts: torch.Tensor | None,
-        weights: torch.Tensor,
+        experts: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
         max_rows: int | None = None,
-        counts: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Weighted sum of each token's experts, (T, dim) -> (T, dim).
+        serve: Serve | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Weighted sum of each token's experts, (T, dim) -> (T, dim), or what ``serve`` makes of the experts.
 
         Args:
-            x: (T, dim).
+            x: (T, dim). With ``serve`` only its dtype and its place in autograd are of interest here: gradients of the
+                experts are complete once its own is computed.
             experts: int64 (T, slots) in 0 .. num_experts - 1; ``num_experts`` means nowhere.
             weights: float32 (T, slots).
             max_rows: at most so many assignments go somewhere. None: all of them may.
-            counts: int64 (P, E), in place of ``experts`` where tokens of one expert each lie sorted, in P pieces
-                (:func:`model.permute.plan_pieces`). ``max_rows`` is then T.
+            serve: in place of these three where tokens come and go by themselves, maybe in parts: it is given ``x``,
+                the kernel and the matrices, so that they are gathered, used and let go in one call of this module.
         """
         dtype = compute_dtype(x)  # autograd functions see no autocast
         w13, w2 = self.w13.to(dtype), self.w2.to(dtype)
-        return self.compute(x.to(dtype), experts, weights, w13, w2, max_rows, counts)
+        if serve is not None:
+            return serve(x, self.compute, w13, w2)
+        return self.compute(x.to(dtype), experts, weights, w13, w2, max_rows)

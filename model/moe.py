@@ -7,7 +7,7 @@ where experts live.
 
 import functools
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,8 +21,8 @@ from model.feed_forward import FeedForward
 from model.loss import IGNORE
 from model.router import Router
 
-Run = Callable[..., torch.Tensor]
-"""(x, experts, weights, max_rows, counts) -> (T, dim): :meth:`model.experts.Experts.forward` of those on this rank."""
+Run = Callable[..., Any]
+"""(x, experts, weights, max_rows) -> (T, dim), or (x, serve=...): :meth:`model.experts.Experts.forward` of the rank."""
 
 
 class Dispatcher(Protocol):
@@ -40,9 +40,10 @@ class Dispatcher(Protocol):
         """One layer's exchange.
 
         A rank may receive any number of tokens, none included, each with the slots meant for it: one if a token is
-        sent once an expert, all that live there if it is sent once a rank (other slots hold the id "nowhere"). It
-        hands them to ``run`` with local expert ids, or the numbers of rows if they are sorted, and the weights that
-        travelled along, so a router's gradient comes back the way its weights went.
+        sent once an expert, all that live there if it is sent once a rank (other slots hold the id "nowhere"). Its
+        kernel gets them with local expert ids, or the numbers of rows if they are sorted, and the weights that
+        travelled along, so a router's gradient comes back the way its weights went. ``run`` is called once, however
+        many parts they come in.
 
         Args:
             x: (T, dim) of this rank.

@@ -2,41 +2,54 @@
 
 It stands where model/moe.py has its local dispatcher. The result is that of all experts on one rank: a token's weight
 travels along and is applied where the expert is, so the router's gradient comes back the same way.
+
+The experts of a rank may be computed in parts. While those of one part compute, tokens of the next travel in and
+results of the one before travel back, and gradients likewise. Parts are of experts, not of tokens: each expert has the
+rows that it has without parts, in their order, in one product, so nothing is rounded otherwise.
 """
 
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from parallelisms.token_exchange import Counts, Journey, Order, Route, collect, sort_rows, spread
+from parallelisms.tensor_parallel import on_this_rank
+from parallelisms.token_exchange import Back, Counts, Order, Out, Route, ToExperts, collect, sort_rows, spread
 
 DISPATCH, COMBINE = "moe.dispatch", "moe.combine"
 """Ranges of a profile: the way out and the way back, in forward and in backward."""
 
 Run = Callable[..., torch.Tensor]
-"""(x, experts, weights, max_rows, counts) -> (T, dim), as :meth:`model.experts.Experts.forward`."""
+"""(x, experts, weights, max_rows, counts) -> (T, dim): the kernel with the matrices of one part."""
 
 
 class AllToAll:
     """Exchange of one layer's tokens.
 
-    Rows are sent sorted by expert and numbers of rows are told an expert at a time, so what arrives is one sorted piece
-    a rank: no ids travel, and the receiver finds the experts' order by additions.
+    Rows are sent sorted by part, and in it by expert, and numbers of rows are told an expert at a time, so what arrives
+    is one sorted piece a rank and part: no ids travel, and the receiver finds the experts' order by additions.
 
     Args:
         group: ranks that hold different experts; rank r holds the r-th share, by id.
         num_experts: of all ranks.
         overlap: compute what is beside the experts while tokens are on their way to them, else afterwards.
+        parts: in which the experts of a rank are computed, neighbours together; at most one for each.
     """
 
     gathers_early = True
     """Rows are gathered before their number is known on the host, where nearly as many go somewhere as may."""
 
-    def __init__(self, group: dist.ProcessGroup, num_experts: int, *, overlap: bool):
+    def __init__(self, group: dist.ProcessGroup, num_experts: int, *, overlap: bool, parts: int = 1):
         self.group, self.overlap = group, overlap
         self.num_experts, self.local = num_experts, num_experts // group.size()
+        each, over = divmod(self.local, parts)
+        self.sizes = tuple(each + (part < over) for part in range(parts))
+        """Experts of each part."""
+        self.spans = [(end - size, end) for size, end in zip(self.sizes, itertools.accumulate(self.sizes), strict=True)]
         self.rows_sent, self.rows_received = 0, 0
         """To and from other ranks, in the latest forward pass with gradients. Recomputation finds the same."""
 
@@ -48,9 +61,14 @@ class AllToAll:
             bound: at most so many go somewhere.
 
         Returns:
-            Order of ``bound`` rows; int64 (n, m), what each rank is told: the rows it gets, as m parts.
+            Order of ``bound`` rows; int64 (n, m), what each rank is told: the rows it gets, as m numbers.
         """
-        order, rows = sort_rows(experts, self.num_experts, bound)
+        if len(self.sizes) == 1:
+            order, rows = sort_rows(experts, self.num_experts, bound)
+        else:
+            turn = turns(self.group.size(), self.sizes, experts.device)
+            order, rows = sort_rows(turn[experts], self.num_experts, bound)
+            rows = rows[turn[:-1]]
         return order, rows.view(-1, self.local)
 
     def label(
@@ -61,9 +79,12 @@ class AllToAll:
         """
         return weights.flatten().gather(0, order.slot)[:, None], None
 
-    def route(self, sent: list[list[int]], received: list[list[int]]) -> Route:
-        """From what the ranks were told."""
-        return Route([sum(parts) for parts in sent], [sum(parts) for parts in received], self.group)
+    def routes(self, sent: list[list[int]], received: list[list[int]]) -> list[Route]:
+        """Of the parts, from what the ranks were told."""
+        return [
+            Route([sum(rows[a:b]) for rows in sent], [sum(rows[a:b]) for rows in received], self.group)
+            for a, b in self.spans
+        ]
 
     @torch.compiler.disable  # numbers of rows are read on the host
     def __call__(
@@ -72,7 +93,7 @@ class AllToAll:
         experts: torch.Tensor,
         weights: torch.Tensor,
         max_rows: int | None,
-        run: Run,
+        run: Callable[..., tuple[torch.Tensor, ...]],
         beside: Callable[[], torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As :class:`model.moe.Dispatcher` says; a collective over ``group``."""
@@ -81,8 +102,8 @@ class AllToAll:
             order, told = self.arrange(experts, bound)
             counts = Counts(told, self.group)
             rows = spread(x, order) if self.gathers_early else None
-            route = self.route(*counts.read())
-            total = sum(route.sent)
+            routes = self.routes(*counts.read())
+            total = sum(sum(route.sent) for route in routes)
             order = order.first(total)
             if rows is None:
                 rows = spread(x, order)
@@ -90,28 +111,92 @@ class AllToAll:
                 rows = rows[:total]
             weights, ids = self.label(order, experts, weights)
         if torch.is_grad_enabled():
-            own = route.sent[self.group.rank()]
-            self.rows_sent, self.rows_received = total - own, sum(route.received) - own
-        out, back = Journey(route, DISPATCH), Journey(route, COMBINE, back=True)
-        pending, pending_ids = out.start(rows, weights), out.send(() if ids is None else (ids,))
+            own, here = self.group.rank(), sum(sum(route.received) for route in routes)
+            stay = sum(route.sent[own] for route in routes)
+            self.rows_sent, self.rows_received = total - stay, here - stay
+        out, back, labels = Out(routes, DISPATCH), Back(routes, COMBINE), ToExperts(routes, DISPATCH)
+        handle = out.start(rows, weights)
+        labels.send(*(() if ids is None else (ids,)))
+        del rows, weights, ids  # they are held while they travel
         other = beside() if beside is not None and self.overlap else None
-        (rows, weights), arrived = out.finish(*pending), out.wait(pending_ids)
-        del pending  # the experts may keep the rows in an order of their own
-        (rows,) = back.finish(*back.start(self.run_experts(run, rows, weights, arrived, counts)))
+        (rows,) = back.finish(*run(handle, serve=functools.partial(self.serve, out, back, labels, counts)))
         with torch.profiler.record_function(COMBINE):
             sums = collect(rows, order)
         return sums, beside() if beside is not None and not self.overlap else other
 
-    def run_experts(
-        self, run: Run, rows: torch.Tensor, weights: torch.Tensor, ids: tuple[torch.Tensor, ...], counts: Counts
-    ) -> torch.Tensor:
-        """The local experts on what has arrived: ``ids`` if they were sent, ``counts`` of the parts."""
-        if len(rows) == 0:
-            return self.run_nowhere(run, rows, weights)
-        return run(rows, None, weights, len(rows), counts.received)
+    def serve(
+        self,
+        out: Out,
+        back: Back,
+        labels: ToExperts,
+        counts: Counts,
+        handle: torch.Tensor,
+        compute: Run,
+        w13: torch.Tensor,
+        w2: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """The local experts on what arrives, a part at a time (:meth:`model.experts.Experts.forward`).
 
-    def run_nowhere(self, run: Run, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The local experts on nothing. Kernels are given a row at least: one that goes nowhere."""
+        Returns:
+            A handle for the results of each part, which are on their way back.
+        """
+        handles, dtype = [], w13.dtype
+        for part, matrices in enumerate(zip(self.cut(w13), self.cut(w2), strict=True)):
+            (rows, weights), ids = out.finish(part, handle), labels.wait(part)
+            run = functools.partial(_with_matrices, compute, matrices)
+            result = self.run_experts(run, part, rows.to(dtype), weights, ids, counts)
+            del rows  # the experts may keep them in an order of their own
+            handles.append(back.start(part, result))
+        return tuple(handles)
+
+    def cut(self, matrices: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Those of each part, (E, ...) -> (experts of the part, ...). Their gradients are put together by one copy."""
+        matrices = on_this_rank(matrices)
+        return (matrices,) if len(self.sizes) == 1 else matrices.split(self.sizes)
+
+    def run_experts(
+        self,
+        run: Run,
+        part: int,
+        rows: torch.Tensor,
+        weights: torch.Tensor,
+        ids: tuple[torch.Tensor, ...],
+        counts: Counts,
+    ) -> torch.Tensor:
+        """The experts of ``part`` on what has arrived for them: ``ids`` if they were sent, ``counts`` of the pieces."""
+        if len(rows) == 0:
+            return self.run_nowhere(run, part, rows, weights)
+        first, end = self.spans[part]
+        return run(rows, None, weights, len(rows), counts.received[:, first:end])
+
+    def run_nowhere(self, run: Run, part: int, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The experts of ``part`` on nothing. Kernels are given a row at least: one that goes nowhere."""
         rows, weights = F.pad(rows, (0, 0, 0, 1)), F.pad(weights, (0, 0, 0, 1))
-        ids = torch.full(weights.shape, self.local, device=rows.device)
+        ids = torch.full(weights.shape, self.sizes[part], device=rows.device)
         return run(rows, ids, weights, 1)[:0]
+
+
+def _with_matrices(
+    compute: Run,
+    matrices: tuple[torch.Tensor, torch.Tensor],
+    x: torch.Tensor,
+    experts: torch.Tensor | None,
+    weights: torch.Tensor,
+    *rest: Any,
+) -> torch.Tensor:
+    return compute(x, experts, weights, *matrices, *rest)
+
+
+@functools.cache
+def turns(ranks: int, sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """When the rows of each expert are sent: by part, by rank in it and by expert.
+
+    Args:
+        sizes: experts of each part, on every rank.
+
+    Returns:
+        int64 (E + 1,): global id -> place; the id "nowhere" stays the last.
+    """
+    local = torch.arange(ranks * sum(sizes)).view(ranks, -1)
+    order = torch.cat([part.flatten() for part in local.split(sizes, dim=1)])
+    return torch.cat([order.argsort(), torch.tensor([len(order)])]).to(device)

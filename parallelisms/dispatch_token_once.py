@@ -32,15 +32,21 @@ class TokenOnce(AllToAll):
         ids = torch.where(here, experts[order.token] % self.local, self.local)
         return torch.where(here, weights.index_select(0, order.token), 0.0), ids.int()
 
-    def route(self, sent: list[list[int]], received: list[list[int]]) -> Route:
+    def routes(self, sent: list[list[int]], received: list[list[int]]) -> list[Route]:
         """The first number of each pair is that of rows."""
-        return Route([rows for rows, _ in sent], [rows for rows, _ in received], self.group)
+        return [Route([rows for rows, _ in sent], [rows for rows, _ in received], self.group)]
 
     def run_experts(
-        self, run: Run, rows: torch.Tensor, weights: torch.Tensor, ids: tuple[torch.Tensor, ...], counts: Counts
+        self,
+        run: Run,
+        part: int,
+        rows: torch.Tensor,
+        weights: torch.Tensor,
+        ids: tuple[torch.Tensor, ...],
+        counts: Counts,
     ) -> torch.Tensor:
-        """The local experts on what has arrived, sorted there."""
+        """The local experts, one part, on what has arrived, sorted there."""
         if len(rows) == 0:
-            return self.run_nowhere(run, rows, weights)
+            return self.run_nowhere(run, part, rows, weights)
         chosen = sum(choices for _, choices in counts.read()[1])
         return run(rows, ids[0].long(), weights, chosen)

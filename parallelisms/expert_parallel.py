@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from parallelisms.dispatch_all_to_all import AllToAll
 from parallelisms.dispatch_token_once import TokenOnce
@@ -31,6 +31,7 @@ def apply_expert_parallel(
     group: dist.ProcessGroup,
     dispatcher: str,
     comm_overlap: str,
+    comm_overlap_degree: int,
     tensor_mesh: DeviceMesh | None,
 ) -> None:
     """Keep a share of each layer's experts in place and send tokens to them. Dense blocks stay as they are.
@@ -42,15 +43,20 @@ def apply_expert_parallel(
             each expert's hidden features are cut over it, and tokens travel between ranks of equal place in tp.
         group: the ranks along "ep", for tokens alone.
         dispatcher: "all_to_all" or "all_to_all_dedup".
-        comm_overlap: "none" or "shared_expert".
+        comm_overlap: "none"; "shared_expert": these are computed while tokens travel to the others; "experts": so are
+            they, and a rank computes its experts in parts, each while tokens of others travel ("all_to_all" only).
+        comm_overlap_degree: parts, of at least one expert each.
         tensor_mesh: ranks that are given the same tokens, or None.
     """
-    narrow = mesh.size(1) > 1
+    narrow, parts = mesh.size(1) > 1, 1
     for block in model.get_submodule("layers").children():
         if not hasattr(block, "moe"):
             continue
         experts = block.moe.experts
-        exchange: Any = DISPATCHERS[dispatcher](group, experts.w13.shape[0], overlap=comm_overlap == "shared_expert")
+        num_experts = experts.w13.shape[0]
+        if comm_overlap == "experts":
+            parts = min(comm_overlap_degree, num_experts // group.size())
+        exchange: Any = DISPATCHERS[dispatcher](group, num_experts, overlap=comm_overlap != "none", parts=parts)
         block.moe.dispatcher = exchange
         if tensor_mesh is not None and not narrow:
             block.moe.dispatcher = TokenShare(exchange, tensor_mesh.get_group())
@@ -60,27 +66,13 @@ def apply_expert_parallel(
             experts.register_parameter(name, nn.Parameter(cut))
         if narrow:
             experts.compute = functools.partial(narrow_experts, experts.compute, mesh.get_group("etp"))
-        else:
-            experts.compute = functools.partial(_local_experts, experts.compute)
     logger.info(
         "Applied expert parallelism over %d ranks%s, dispatcher %s%s",
         mesh.size(0),
         f", each expert over {mesh.size(1)}" if narrow else "",
         dispatcher,
-        "" if comm_overlap == "none" else f", overlapped with {comm_overlap}",
+        "" if comm_overlap == "none" else f", overlapped with {comm_overlap}" + f" in {parts} parts" * (parts > 1),
     )
-
-
-def _local_experts(
-    compute: Any,
-    x: torch.Tensor,
-    experts: torch.Tensor | None,
-    weights: torch.Tensor,
-    w13: DTensor,
-    w2: DTensor,
-    *rest: Any,
-) -> torch.Tensor:
-    return compute(x, experts, weights, w13.to_local(), w2.to_local(), *rest)
 
 
 class TokenShare:

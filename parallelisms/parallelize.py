@@ -74,6 +74,7 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, draw: Draw, dev
                 group=mesh.exchange_group,
                 dispatcher=config.moe.dispatcher,
                 comm_overlap=config.moe.comm_overlap,
+                comm_overlap_degree=config.moe.comm_overlap_degree,
                 tensor_mesh=mesh.device_mesh["tp"] if mesh.tp > 1 and mesh.device_mesh is not None else None,
             )
         if mesh.cp_mesh is not None:

@@ -209,21 +209,26 @@ class _NarrowExperts(ParallelStyle):
         return module
 
 
+def on_this_rank(x: torch.Tensor) -> torch.Tensor:
+    """What of a parameter is on this rank, as a plain tensor."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
 def narrow_experts(
     compute: Any,
     group: dist.ProcessGroup,
     x: torch.Tensor,
     experts: torch.Tensor | None,
     weights: torch.Tensor,
-    w13: DTensor,
-    w2: DTensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
     *rest: Any,
 ) -> torch.Tensor:
     """``compute`` (:data:`model.experts.Compute`) with this rank's hidden features of each expert, summed over the
     ranks of ``group``, which are given the same tokens.
     """
     x, weights = _SumGradient.apply(x, group), _SumGradient.apply(weights, group)
-    out = compute(x, experts, weights, w13.to_local(), w2.to_local(), *rest)
+    out = compute(x, experts, weights, on_this_rank(w13), on_this_rank(w2), *rest)
     return _Sum.apply(out, group)
 
 

@@ -55,6 +55,10 @@ MET = {
         EP: 2,
         **EXPERTS,
     },
+    "overlap with experts, a token once a rank": {
+        "moe.comm_overlap": "experts", "moe.dispatcher": "all_to_all_dedup", EP: 2, **EXPERTS,
+    },
+    "overlap with experts, one expert a rank": {"moe.comm_overlap": "experts", "moe.num_experts": 4, EP: 4, **EXPERTS},
     "EP with zero bubble": {
         EP: 2,
         "parallelism.pipeline_parallel_degree": 2,

@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -62,10 +63,11 @@ class Sent(TorchDispatchMode):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         name = func.name().partition("::")[2].partition(".")[0]
-        if name == "all_to_all_single" and args[0].is_floating_point():
+        sent = {"all_to_all_single": 0, "alltoall_base_": 1}.get(name)  # the second is given where to write
+        if sent is not None and args[sent].is_floating_point():
             self.order.append("send")
-            if args[0].shape[-1] == self.width:
-                self.bytes += args[0].numel() * args[0].element_size()
+            if args[sent].shape[-1] == self.width:
+                self.bytes += args[sent].numel() * args[sent].element_size()
         elif name == "wait_tensor" and args[0].is_floating_point():
             self.order.append("wait")
         elif name in ("mm", "addmm", "bmm"):
@@ -73,20 +75,22 @@ class Sent(TorchDispatchMode):
         return out
 
 
-def exchange(kind: str, everyones: list[torch.Tensor]) -> int:
+def exchange(kind: str, everyones: list[torch.Tensor], parts: int) -> int:
     """Bytes of rows sent out and back by one dispatcher. Its expert e multiplies by e + 1."""
     torch.manual_seed(dist.get_rank())
     experts = everyones[dist.get_rank()]
     group, x = dist.group.WORLD, torch.randn(len(experts), 16, requires_grad=True)
-    dispatcher = DISPATCHERS[kind](group, 8, overlap=False)
+    dispatcher = DISPATCHERS[kind](group, 8, overlap=False, parts=parts)
     weights = torch.rand(experts.shape, requires_grad=True)
 
-    def local(rows, ids, weights, max_rows, counts=None):
-        first = group.rank() * dispatcher.local
+    def compute(rows, ids, weights, w13, w2, max_rows, counts=None):
         ids = experts_in_pieces(counts, max_rows) if ids is None else ids
-        factor = torch.where(ids < dispatcher.local, first + ids + 1, 0)
-        assert max_rows == max(1, int((ids < dispatcher.local).sum()))
-        return rows * (factor * weights).sum(1, keepdim=True)
+        assert max_rows == max(1, int((ids < len(w13)).sum()))
+        return rows * (F.pad(w13, (0, 1))[ids] * weights).sum(1, keepdim=True)
+
+    def local(handle, serve):
+        factors = torch.arange(1.0, 9.0).view(2, 4)[group.rank()]
+        return serve(handle, compute, factors, factors)
 
     with Sent(16) as sent:
         out, _ = dispatcher(x, experts, weights, None, local)
@@ -110,8 +114,8 @@ def test_a_token_travels_once_a_rank_or_once_an_expert(nowhere):
     chosen = sum(experts[experts < 8].numel() for experts in everyones)
     pairs = sum(len({e // 4 for e in row.tolist() if e < 8}) for experts in everyones for row in experts)
     # Rows of 16 floats go out and come back, those that a rank keeps included.
-    for kind, rows in (("all_to_all", chosen), ("all_to_all_dedup", pairs)):
-        assert sum(ranks.run(2, exchange, kind, everyones)) == 2 * rows * 16 * 4, kind
+    for kind, rows, parts in (("all_to_all", chosen, 1), ("all_to_all", chosen, 3), ("all_to_all_dedup", pairs, 1)):
+        assert sum(ranks.run(2, exchange, kind, everyones, parts)) == 2 * rows * 16 * 4, (kind, parts)
     assert pairs < 0.7 * chosen
 
 

@@ -11,12 +11,14 @@ EP2 = {"parallelism__expert_parallel_degree": 2}
 EP4 = {"parallelism__expert_parallel_degree": 4}
 ONCE = {"moe__dispatcher": "all_to_all_dedup"}
 OVERLAP = {"moe__comm_overlap": "shared_expert"}
+PARTS = {"moe__comm_overlap": "experts", "moe__comm_overlap_degree": 3}
 COPIES = {"parallelism__data_parallel_replicate_degree": 2}
 NARROW = {"parallelism__expert_tensor_parallel_degree": 2}
 KEPT = {"parallelism__zero_stage": 2}
 PP2 = {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_microbatch_size": 2}
 AUX, SEQUENCE = EXPERTS["aux loss, z-loss"], EXPERTS["sequence-wise, masked labels"]
 SHARED, CAPACITY = EXPERTS["noise, shared expert, dense layer"], EXPERTS["capacity, exact load"]
+SIX = {"moe__num_experts": 6}
 EIGHT = {"training__local_batch_size": 1}
 ONE_BY_ONE = {"parallelism__pipeline_parallel_microbatch_size": 1}
 # name -> (ranks, layout, model). Batch 2 under TP: a router gradient that is not whole, or rows out of order, show.
@@ -26,9 +28,22 @@ ROWS = {
     "ep2, once a rank, full checkpointing, capacity": (2, EP2 | ONCE | FULL, CAPACITY),
     "hsdp 2x2 x ep2, overlap": (4, COPIES | EP2 | OVERLAP, SHARED),
     "fsdp2 x tp2 x ep4, once a rank": (4, TP2 | EP4 | ONCE, AUX),
+    "fsdp2 x ep2, experts in parts, full checkpointing": (4, EP2 | PARTS | FULL, AUX | SIX),
     "fsdp2 x tp2 x ep2, experts narrowed": (4, TP2 | EP2 | NARROW, AUX),
 }
 SLOW = {
+    "ep2, experts in parts": (2, EP2 | PARTS, SHARED | SIX),
+    "ep2, experts in parts, loop, by operator": (2, EP2 | PARTS | BY_OPERATOR, AUX | SIX | {"moe__experts": "loop"}),
+    "ep2, experts in parts, capacity": (2, EP2 | PARTS, CAPACITY | SIX),
+    "ep2, experts in parts, compiled": (2, EP2 | PARTS | COMPILE, AUX | SIX),
+    "fsdp2 x ep2, experts in parts": (4, EP2 | PARTS, SHARED | SIX),
+    "fsdp2 x ep2, experts in parts, direct": (4, EP2 | PARTS | DIRECT, AUX | SIX),
+    "ep4, experts in parts": (4, EP4 | PARTS, AUX | {"moe__num_experts": 8}),
+    "hsdp 2x2 x ep2, experts in parts": (4, COPIES | EP2 | PARTS, AUX | SIX),
+    "fsdp2 x tp2 x ep4, experts in parts": (4, TP2 | EP4 | PARTS, AUX | {"moe__num_experts": 8}),
+    "fsdp2 x tp2 x ep2, experts narrowed, in parts": (4, TP2 | EP2 | NARROW | PARTS, AUX | SIX),
+    "cp2 x ep2, experts in parts": (2, CP2 | EP2 | PARTS, AUX | SIX),
+    "pp2 x ep2, experts in parts": (4, PP2 | EP2 | PARTS, AUX | SIX),
     "ep2, sequence-wise, masked labels": (2, EP2, SEQUENCE),
     "ep2, once a rank, sequence-wise, masked labels": (2, EP2 | ONCE, SEQUENCE),
     "ep2, loop": (2, EP2 | ONCE, {"moe__experts": "loop"}),
