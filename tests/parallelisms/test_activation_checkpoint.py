@@ -1,10 +1,13 @@
 """How often each layer runs: checkpointing buys memory with one more forward pass, and with no more than one."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -125,6 +128,36 @@ def test_a_compiled_block_keeps_what_its_budget_allows():
     assert inputs < weights + (LAYERS + 6) * hidden < everything
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[name])
+
+
+def compiled_products(mode: str, option: str = "2") -> tuple[int, int]:
+    """Matrix products in the graphs of forward and backward passes of compiled blocks, all of them."""
+    torch.compiler.reset()
+    found = []
+
+    def counted(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        found.append(sum(node.target is torch.ops.aten.mm.default for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    partition = min_cut_rematerialization_partition
+    backend = aot_autograd(fw_compiler=counted, bw_compiler=counted, partition_fn=partition)
+    model = Decoder(SHAPE, attention_backend("sdpa"), 16)
+    if mode != "none":
+        apply_activation_checkpoint(model, mode=mode, selective_ac_option=option)
+    apply_compile(model, backend=backend)
+    model(torch.arange(32).view(2, 16) * 3 % 97).logsumexp(-1).sum().backward()
+    torch.compiler.reset()
+    forward, backward = found
+    return forward, backward
+
+
+@pytest.mark.parametrize(("mode", "option"), [("full", "2"), ("selective", "1"), ("selective", "op")])
+def test_a_compiled_block_too_is_recomputed_once_at_most(mode, option):
+    """What no gradient reads, such as the block's last product, is not computed again."""
+    assert compiled_products("none") == (PRODUCTS, 2 * PRODUCTS)
+    forward, backward = compiled_products(mode, option)
+    again = PRODUCTS // 2 if option == "op" else PRODUCTS
+    assert forward == PRODUCTS and 0 < backward - 2 * PRODUCTS <= again
 
 
 def experts_run(mode: str, option: str = "2") -> tuple[Counter[str], list[torch.Size], dict[str, torch.Tensor]]:

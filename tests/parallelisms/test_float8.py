@@ -71,6 +71,8 @@ def _has(block: nn.Module, path: str) -> bool:
 def test_filters_leave_out():
     model = decoder(Config())
     apply_float8(model, recipe="rowwise", filter_fqns=["attention.w", "layers.0"], emulate=True)
+    options = [module.config for module in model.modules() if type(module).__name__ == "Float8Linear"]
+    assert all(each.emulate and not each.enable_fsdp_float8_all_gather for each in options)
     assert float8_layers(model) == {
         f"layers.{i}.feed_forward.w{j}" for i in range(1, len(model.layers)) for j in (1, 2, 3)
     }
