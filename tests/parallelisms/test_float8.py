@@ -153,6 +153,10 @@ def steps(config: Config, folder: Path | None = None) -> tuple[list[float], dict
             plain_weight=plain_weight, parts={}, steps=3,
         )  # fmt: skip
         saved.save(3)
+    shards = [p._local_tensor for _, p in named_parameters(model) if isinstance(p, DTensor)]
+    cast = [shard for shard in shards if hasattr(shard, "fsdp_pre_all_gather")]
+    assert bool(cast) == config.quantize.linear.float8.enable_fsdp_float8_all_gather
+    assert all(shard._precomputed_scale is not None for shard in cast), "found by one reduction after the update"
     weights = {name: plain_weight(parameter.detach()) for name, parameter in named_parameters(model)}
     return losses, {n: w.full_tensor() if isinstance(w, DTensor) else w for n, w in weights.items()}, norms
 
