@@ -38,7 +38,7 @@ def passes(tokens: int, slots: int, dim: int, hidden: int, experts: int) -> dict
     plan, rows = plan_rows(choice, experts), tokens * slots
     weights = torch.rand(tokens, slots, device="cuda")
     pieces = torch.stack([torch.bincount(half.flatten(), minlength=experts) for half in choice.chunk(2)])
-    arrived = plan_pieces(pieces, rows)  # what two ranks send, a slot each
+    (arrived,) = plan_pieces(pieces, (experts,), [rows])  # what two ranks send, a slot each
     flat = weights.view(-1, 1)
     x, many, h, active = random(tokens, dim), random(rows, dim), random(rows, 2 * hidden), random(rows, hidden)
     matrix = random(experts, dim, hidden)
@@ -56,7 +56,7 @@ def passes(tokens: int, slots: int, dim: int, hidden: int, experts: int) -> dict
         ),
         "zeros of experts without rows": (0, lambda: row_ops.zero_empty_(matrix, plan.ends)),
         "plan by a sort": (0, lambda: plan_rows(choice, experts)),
-        "plan of sorted pieces": (0, lambda: plan_pieces(pieces, rows)),
+        "plan of sorted pieces": (0, lambda: plan_pieces(pieces, (experts,), [rows])),
         "copy, for scale": (2 * size, lambda: matrix.clone()),
     }
 

@@ -17,10 +17,10 @@ from config.schema import Moe
 from model.compute_dtype import compute_dtype
 from model.experts_grouped import grouped_experts
 from model.experts_quack import quack_experts
-from model.permute import experts_in_pieces
+from model.permute import Plan, ids_of
 
 Compute = Callable[..., torch.Tensor]
-"""(x, experts, weights, w13, w2, max_rows, counts) -> (T, dim), as :func:`loop_experts`."""
+"""(x, experts, weights, w13, w2, max_rows) -> (T, dim), as :func:`loop_experts`."""
 
 Serve = Callable[[torch.Tensor, Compute, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
 """(x, compute, w13, w2) -> results: what a dispatcher has experts do, see :meth:`Experts.forward`."""
@@ -28,12 +28,11 @@ Serve = Callable[[torch.Tensor, Compute, torch.Tensor, torch.Tensor], tuple[torc
 
 def loop_experts(
     x: torch.Tensor,
-    experts: torch.Tensor | None,
+    experts: torch.Tensor | Plan,
     weights: torch.Tensor,
     w13: torch.Tensor,
     w2: torch.Tensor,
     max_rows: int | None = None,
-    counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """sum_s weights[t, s] * expert_{experts[t, s]}(x[t]), an expert at a time: the readable reference.
 
@@ -41,18 +40,17 @@ def loop_experts(
 
     Args:
         x: (T, dim).
-        experts: int64 (T, slots); an id of E or more means nowhere. None with ``counts``.
+        experts: int64 (T, slots), an id of E or more means nowhere; or the plan, where it is known.
         weights: float32 (T, slots).
         w13: (E, dim, 2 * hidden), gate and up columns interleaved.
         w2: (E, dim, hidden).
         max_rows: not needed here.
-        counts: int64 (P, E), in place of ids, see :func:`model.permute.plan_pieces`.
 
     Returns:
         (T, dim) in the dtype of ``x``; sums over experts in float32.
     """
-    if counts is not None:
-        experts = experts_in_pieces(counts, len(x))
+    if isinstance(experts, Plan):
+        experts = ids_of(experts)
     # float32, or float64 for float64 inputs: a sum of k experts is not rounded k times.
     total = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
     for expert in range(len(w13)):

@@ -28,7 +28,7 @@ from config.schema import Config
 from model.experts import Experts
 from model.float8_casts import Cast, cast_columns, cast_matrices, cast_rows, cast_swiglu, cast_swiglu_backward
 from model.grouped_products import grouped_mm, scaled_grouped_mm
-from model.permute import plan_padded_rows
+from model.permute import Plan, pad_plan, plan_rows
 from model.row_ops import combine, gather_rows, gather_sum
 
 logger = logging.getLogger(__name__)
@@ -102,12 +102,11 @@ def _cast_matrix_rows(w: torch.Tensor) -> Cast:
 
 def float8_experts(
     x: torch.Tensor,
-    experts: torch.Tensor | None,
+    experts: torch.Tensor | Plan,
     weights: torch.Tensor,
     w13: torch.Tensor,
     w2: torch.Tensor,
     max_rows: int | None = None,
-    counts: torch.Tensor | None = None,
     *,
     matrices_in_float8: bool = True,
     emulate: bool = False,
@@ -118,7 +117,7 @@ def float8_experts(
         matrices_in_float8: also in the products that give the gradients of ``w13`` and ``w2``.
         emulate: see :func:`model.grouped_products.scaled_grouped_mm`. Without it, bfloat16 on Hopper.
     """
-    plan = plan_padded_rows(experts, w13.shape[0], max_rows, MULTIPLE, counts)
+    plan = pad_plan(plan_rows(experts, w13.shape[0], max_rows), MULTIPLE)
     return _Float8Experts.apply(
         x, weights, w13, w2, plan.token, plan.slot, plan.row, plan.ends, matrices_in_float8, emulate
     )

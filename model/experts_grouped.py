@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from model.grouped_products import grouped_mm
-from model.permute import plan_rows
+from model.permute import Plan, plan_rows
 from model.row_ops import combine, gather_rows, gather_sum, swiglu, swiglu_backward, weight_gradient
 
 
@@ -54,13 +54,12 @@ class _GroupedExperts(torch.autograd.Function):
 
 def grouped_experts(
     x: torch.Tensor,
-    experts: torch.Tensor | None,
+    experts: torch.Tensor | Plan,
     weights: torch.Tensor,
     w13: torch.Tensor,
     w2: torch.Tensor,
     max_rows: int | None = None,
-    counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """:func:`model.experts.loop_experts` as grouped products. On CUDA grouped_mm is fast in bfloat16."""
-    plan = plan_rows(experts, w13.shape[0], max_rows, counts)
+    plan = plan_rows(experts, w13.shape[0], max_rows)
     return _GroupedExperts.apply(x, weights, w13, w2, plan.token, plan.slot, plan.row, plan.ends)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from config.errors import ConfigError
-from model.permute import plan_rows
+from model.permute import Plan, plan_rows
 from model.row_ops import combine, gather_sum, zero_empty_
 from model.row_reference import gather_sum as sum_numbers
 
@@ -74,12 +74,11 @@ class _QuackExperts(torch.autograd.Function):
 
 def quack_experts(
     x: torch.Tensor,
-    experts: torch.Tensor | None,
+    experts: torch.Tensor | Plan,
     weights: torch.Tensor,
     w13: torch.Tensor,
     w2: torch.Tensor,
     max_rows: int | None = None,
-    counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """:func:`model.experts.loop_experts` on quack kernels, bfloat16 on CUDA only.
 
@@ -91,6 +90,6 @@ def quack_experts(
             f'moe.experts = "quack" runs in bfloat16 on CUDA; this is {x.dtype} on {x.device.type}.'
             ' Set moe.experts = "grouped_mm".'
         )
-    plan = plan_rows(experts, w13.shape[0], max_rows, counts)
+    plan = plan_rows(experts, w13.shape[0], max_rows)
     bounds = F.pad(plan.ends, (1, 0))
     return _QuackExperts.apply(x, weights, w13, w2, plan.token.int(), plan.slot, plan.row, bounds)

@@ -1,5 +1,7 @@
 """Which row goes to which expert: a sort of expert ids. What moves them is in model/row_ops.py."""
 
+import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,20 +21,15 @@ class Plan(NamedTuple):
     """int32 (E,): rows of expert e are ends[e - 1] to ends[e]. Rows from ends[-1] on belong to no expert."""
 
 
-def plan_rows(
-    experts: torch.Tensor | None, num_experts: int, max_rows: int | None = None, counts: torch.Tensor | None = None
-) -> Plan:
+def plan_rows(experts: torch.Tensor | Plan, num_experts: int, max_rows: int | None = None) -> Plan:
     """Sort assignments by expert, stably: tokens of an expert stay in order.
 
     Args:
-        experts: int64 (T, slots); id ``num_experts`` means nowhere and is sorted last. None with ``counts``.
+        experts: int64 (T, slots); id ``num_experts`` means nowhere and is sorted last. A plan stays as it is.
         max_rows: an upper bound of the assignments that go somewhere, known to the host. None: T * slots.
-        counts: see :func:`plan_pieces`; ``max_rows`` is then T.
     """
-    if counts is not None:
-        assert max_rows is not None
-        return plan_pieces(counts, max_rows)
-    assert experts is not None
+    if isinstance(experts, Plan):
+        return experts
     flat = experts.flatten().int()  # a radix sort takes half the passes of int64
     rows = flat.numel() if max_rows is None else min(max_rows, flat.numel())
     ordered, slot = flat.sort(stable=True)
@@ -44,45 +41,65 @@ def plan_rows(
     return Plan(slot // experts.shape[1], slot, row, ends.to(torch.int32))
 
 
-def plan_pieces(counts: torch.Tensor, tokens: int) -> Plan:
-    """The plan of tokens that are sorted already, piece by piece: additions alone.
+def plan_pieces(counts: torch.Tensor, sizes: tuple[int, ...], rows: Sequence[int]) -> list[Plan]:
+    """The plans of tokens that are sorted already, piece by piece: additions alone, for all parts at once.
 
     Args:
-        counts: int64 (P, E): T tokens of one slot each lie in P pieces, piece p has counts[p, e] of expert e, in the
-            order of experts.
-        tokens: T, the sum of ``counts``.
+        counts: int64 (P, E): piece p has counts[p, e] tokens of expert e, of one slot each.
+        sizes: E as a sum, the experts of each part. A part has the tokens of its experts: those of piece 0, in the
+            order of experts, then those of piece 1.
+        rows: tokens of each part.
+
+    Returns:
+        A plan for each part; tokens, rows and experts are numbered within it.
     """
-    arrived, placed = counts.flatten(), counts.t().flatten()  # lengths of runs, as they lie and as they are to lie
+    runs = _runs(len(counts), sizes, counts.device)
+    placed = counts.t().flatten()  # lengths of runs as they are to lie, expert by expert; then as they lie
+    arrived = placed[runs.arrival]
     ends = placed.cumsum(0)
-    begins = (arrived.cumsum(0) - arrived).view_as(counts)
-    shift = begins - (ends - placed).view_as(counts.t()).t()  # (P, E): from where a run is to lie to where it lies
-    number = torch.arange(tokens, device=counts.device)
-    token = number + torch.repeat_interleave(shift.t().flatten(), placed, output_size=tokens)
-    row = number - torch.repeat_interleave(shift.flatten(), arrived, output_size=tokens)
-    return Plan(token, token, row[:, None], ends.view_as(counts.t())[:, -1].int())
+    begins = ends - placed
+    shift = arrived.cumsum(0) - arrived - begins[runs.arrival]  # from where a run is to lie to where it lies
+    before = begins[runs.first]  # rows of the parts before
+    number = torch.arange(sum(rows), device=counts.device)
+    token = number + torch.repeat_interleave(shift[runs.place] - before, placed, output_size=len(number))
+    row = number - torch.repeat_interleave(shift + before[runs.arrival], arrived, output_size=len(number))
+    last = (ends - before).view(-1, len(counts))[:, -1].int()
+    return [
+        Plan(t, t, r[:, None], e)
+        for t, r, e in zip(token.split(list(rows)), row.split(list(rows)), last.split(sizes), strict=True)
+    ]
 
 
-def experts_in_pieces(counts: torch.Tensor, tokens: int) -> torch.Tensor:
-    """int64 (T, 1): the ids that :func:`plan_pieces` does without."""
-    ids = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
-    return torch.repeat_interleave(ids, counts.flatten(), output_size=tokens)[:, None]
+class _Runs(NamedTuple):
+    """Runs of one expert in one piece, numbered expert by expert. All int64 (P * E,)."""
+
+    arrival: torch.Tensor
+    """The runs in the order in which they lie."""
+    place: torch.Tensor
+    """Where a run is in that order."""
+    first: torch.Tensor
+    """The first run of a run's part."""
 
 
-def plan_padded_rows(
-    experts: torch.Tensor | None,
-    num_experts: int,
-    max_rows: int | None,
-    multiple: int,
-    counts: torch.Tensor | None = None,
-) -> Plan:
-    """:func:`plan_rows` with the rows of every expert, also of one without any, padded to a multiple of ``multiple``.
+@functools.cache
+def _runs(pieces: int, sizes: tuple[int, ...], device: torch.device) -> _Runs:
+    parts = torch.arange(sum(sizes) * pieces).view(-1, pieces).split(sizes)
+    arrival = torch.cat([part.t().flatten() for part in parts])
+    first = torch.cat([part[:1, :1].expand_as(part).flatten() for part in parts])
+    return _Runs(arrival.to(device), arrival.argsort().to(device), first.to(device))
+
+
+def ids_of(plan: Plan) -> torch.Tensor:
+    """int64 (T, slots): the ids that ``plan`` sorts; the number of experts means nowhere."""
+    return torch.searchsorted(plan.ends.long(), plan.row, right=True)
+
+
+def pad_plan(plan: Plan, multiple: int) -> Plan:
+    """``plan`` with the rows of every expert, also of one without any, padded to a multiple of ``multiple``.
 
     The number of rows is the most that there may be, a multiple too; those past ``ends`` are padding as well.
     """
-    plan = plan_rows(experts, num_experts, max_rows, counts)
-    if experts is None:
-        assert counts is not None and max_rows is not None
-        experts = experts_in_pieces(counts, max_rows)
+    experts, num_experts = ids_of(plan), len(plan.ends)
     ends = plan.ends.long()
     counts = torch.diff(ends, prepend=ends.new_zeros(1))
     padded = ((counts + multiple - 1) // multiple).clamp(min=1) * multiple

@@ -11,12 +11,13 @@ rows that it has without parts, in their order, in one product, so nothing is ro
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from model.permute import Plan, plan_pieces
 from parallelisms.tensor_parallel import on_this_rank
 from parallelisms.token_exchange import Back, Counts, Order, Out, Route, ToExperts, collect, sort_rows, spread
 
@@ -24,7 +25,19 @@ DISPATCH, COMBINE = "moe.dispatch", "moe.combine"
 """Ranges of a profile: the way out and the way back, in forward and in backward."""
 
 Run = Callable[..., torch.Tensor]
-"""(x, experts, weights, max_rows, counts) -> (T, dim): the kernel with the matrices of one part."""
+"""(x, experts or their plan, weights, max_rows) -> (T, dim): the kernel with the matrices of one part."""
+
+
+class Visit(NamedTuple):
+    """What the experts of a rank need to know of one exchange."""
+
+    out: Out
+    back: Back
+    labels: ToExperts
+    """Ids, if they are sent."""
+    counts: Counts
+    plans: list[Plan]
+    """Of the parts, if what arrives is sorted."""
 
 
 class AllToAll:
@@ -118,35 +131,32 @@ class AllToAll:
         handle = out.start(rows, weights)
         labels.send(*(() if ids is None else (ids,)))
         del rows, weights, ids  # they are held while they travel
+        visit = Visit(out, back, labels, counts, self.plans(counts, routes))
         other = beside() if beside is not None and self.overlap else None
-        (rows,) = back.finish(*run(handle, serve=functools.partial(self.serve, out, back, labels, counts)))
+        (rows,) = back.finish(*run(handle, serve=functools.partial(self.serve, visit)))
         with torch.profiler.record_function(COMBINE):
             sums = collect(rows, order)
         return sums, beside() if beside is not None and not self.overlap else other
 
+    def plans(self, counts: Counts, routes: list[Route]) -> list[Plan]:
+        """Where the rows of each part go, found while they are on their way."""
+        return plan_pieces(counts.received, self.sizes, [sum(route.received) for route in routes])
+
     def serve(
-        self,
-        out: Out,
-        back: Back,
-        labels: ToExperts,
-        counts: Counts,
-        handle: torch.Tensor,
-        compute: Run,
-        w13: torch.Tensor,
-        w2: torch.Tensor,
+        self, visit: Visit, handle: torch.Tensor, compute: Run, w13: torch.Tensor, w2: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """The local experts on what arrives, a part at a time (:meth:`model.experts.Experts.forward`).
 
         Returns:
             A handle for the results of each part, which are on their way back.
         """
-        handles, dtype = [], w13.dtype
+        handles = []
         for part, matrices in enumerate(zip(self.cut(w13), self.cut(w2), strict=True)):
-            (rows, weights), ids = out.finish(part, handle), labels.wait(part)
+            rows, weights = visit.out.finish(part, handle)
             run = functools.partial(_with_matrices, compute, matrices)
-            result = self.run_experts(run, part, rows.to(dtype), weights, ids, counts)
+            result = self.run_experts(run, part, rows.to(w13.dtype), weights, visit)
             del rows  # the experts may keep them in an order of their own
-            handles.append(back.start(part, result))
+            handles.append(visit.back.start(part, result))
         return tuple(handles)
 
     def cut(self, matrices: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -154,20 +164,11 @@ class AllToAll:
         matrices = on_this_rank(matrices)
         return (matrices,) if len(self.sizes) == 1 else matrices.split(self.sizes)
 
-    def run_experts(
-        self,
-        run: Run,
-        part: int,
-        rows: torch.Tensor,
-        weights: torch.Tensor,
-        ids: tuple[torch.Tensor, ...],
-        counts: Counts,
-    ) -> torch.Tensor:
-        """The experts of ``part`` on what has arrived for them: ``ids`` if they were sent, ``counts`` of the pieces."""
+    def run_experts(self, run: Run, part: int, rows: torch.Tensor, weights: torch.Tensor, visit: Visit) -> torch.Tensor:
+        """The experts of ``part`` on what has arrived for them."""
         if len(rows) == 0:
             return self.run_nowhere(run, part, rows, weights)
-        first, end = self.spans[part]
-        return run(rows, None, weights, len(rows), counts.received[:, first:end])
+        return run(rows, visit.plans[part], weights, len(rows))
 
     def run_nowhere(self, run: Run, part: int, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The experts of ``part`` on nothing. Kernels are given a row at least: one that goes nowhere."""
@@ -177,14 +178,9 @@ class AllToAll:
 
 
 def _with_matrices(
-    compute: Run,
-    matrices: tuple[torch.Tensor, torch.Tensor],
-    x: torch.Tensor,
-    experts: torch.Tensor | None,
-    weights: torch.Tensor,
-    *rest: Any,
+    compute: Run, matrices: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, experts: Any, weights: Any, rows: int
 ) -> torch.Tensor:
-    return compute(x, experts, weights, *matrices, *rest)
+    return compute(x, experts, weights, *matrices, rows)
 
 
 @functools.cache

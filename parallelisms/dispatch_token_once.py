@@ -6,7 +6,8 @@ than a row for each choice. The sum over a rank's experts is taken there, and ro
 
 import torch
 
-from parallelisms.dispatch_all_to_all import AllToAll, Run
+from model.permute import Plan
+from parallelisms.dispatch_all_to_all import AllToAll, Run, Visit
 from parallelisms.token_exchange import Counts, Order, Route, sort_rows
 
 
@@ -36,17 +37,14 @@ class TokenOnce(AllToAll):
         """The first number of each pair is that of rows."""
         return [Route([rows for rows, _ in sent], [rows for rows, _ in received], self.group)]
 
-    def run_experts(
-        self,
-        run: Run,
-        part: int,
-        rows: torch.Tensor,
-        weights: torch.Tensor,
-        ids: tuple[torch.Tensor, ...],
-        counts: Counts,
-    ) -> torch.Tensor:
+    def plans(self, counts: Counts, routes: list[Route]) -> list[Plan]:
+        """None: what arrives is sorted by its ids."""
+        return []
+
+    def run_experts(self, run: Run, part: int, rows: torch.Tensor, weights: torch.Tensor, visit: Visit) -> torch.Tensor:
         """The local experts, one part, on what has arrived, sorted there."""
+        (ids,) = visit.labels.wait(part)
         if len(rows) == 0:
             return self.run_nowhere(run, part, rows, weights)
-        chosen = sum(choices for _, choices in counts.read()[1])
-        return run(rows, ids[0].long(), weights, chosen)
+        chosen = sum(choices for _, choices in visit.counts.read()[1])
+        return run(rows, ids.long(), weights, chosen)

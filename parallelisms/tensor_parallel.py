@@ -218,7 +218,7 @@ def narrow_experts(
     compute: Any,
     group: dist.ProcessGroup,
     x: torch.Tensor,
-    experts: torch.Tensor | None,
+    experts: Any,
     weights: torch.Tensor,
     w13: torch.Tensor,
     w2: torch.Tensor,

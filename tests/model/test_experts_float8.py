@@ -16,7 +16,7 @@ from model import experts_float8
 from model.experts import Experts, loop_experts
 from model.experts_float8 import float8_experts, use_float8_experts
 from model.float8_casts import FLOAT8, cast_columns, cast_matrices, cast_rows, scales
-from model.permute import plan_padded_rows
+from model.permute import pad_plan, plan_rows
 from tests.model.test_experts import poisoned_memory, relative, routed, run, weights_of
 
 __all__ = ["poisoned_memory"]
@@ -154,7 +154,7 @@ def test_padding_is_not_seen_by_the_scale_of_a_column(monkeypatch):
 def test_padded_rows_hold_every_assignment_once():
     experts = torch.tensor([[2, 0], [2, 4], [2, 5], [2, 0], *[[2, 5]] * 20])  # 5: nowhere
     for bound in (None, int((experts < 5).sum())):
-        plan = plan_padded_rows(experts, 5, bound, 16)
+        plan = pad_plan(plan_rows(experts, 5, bound), 16)
         assert plan.ends.tolist() == [16, 32, 64, 80, 96] and plan.ends.dtype == torch.int32
         assert len(plan.token) % 16 == 0 and len(plan.token) >= 96 and len(plan.slot) == len(plan.token)
         real = plan.slot < experts.numel()

@@ -9,7 +9,7 @@ from model.experts import loop_experts
 from model.experts_float8 import float8_experts
 from model.float8_casts import FLOAT8, cast_columns, cast_matrices, cast_rows, cast_swiglu, cast_swiglu_backward
 from model.grouped_products import scaled_grouped_mm
-from model.permute import plan_padded_rows
+from model.permute import pad_plan, plan_rows
 from tests.model.test_experts import relative, run
 from tests.model.test_experts_float8 import NAMES
 
@@ -51,7 +51,7 @@ def dequantised(numbers: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
 def test_kernels_cast_to_the_bit_as_a_cpu_does(load, dim, hidden):
     x, experts, weights, w13, w2 = example(load, tokens=700, dim=dim, hidden=hidden)
     x = x * torch.randn(700, 1, device="cuda").exp()
-    plan = plan_padded_rows(experts, EXPERTS, None, 16)
+    plan = pad_plan(plan_rows(experts, EXPERTS), 16)
     ends, token, within = plan.ends.cpu(), plan.token.cpu(), int(plan.ends[-1])
     for mine, theirs in (
         (cast_rows(x, None), cast_rows(x.cpu(), None)),
@@ -71,7 +71,7 @@ def test_kernels_cast_to_the_bit_as_a_cpu_does(load, dim, hidden):
 def test_kernels_compute_swiglu_as_a_cpu_does():
     """To a rounding: exponentials differ in their last bits, which a cast may turn into one of its own."""
     _, experts, weights, _, _ = example("skewed", tokens=700)
-    plan = plan_padded_rows(experts, EXPERTS, None, 16)
+    plan = pad_plan(plan_rows(experts, EXPERTS), 16)
     rows, within = len(plan.token), int(plan.ends[-1])
     h, grad = torch.randn(rows, 512, device="cuda").bfloat16(), torch.randn(rows, 256, device="cuda").bfloat16()
     padded = torch.nn.functional.pad(weights.flatten(), (0, 1))[:, None]
@@ -89,7 +89,7 @@ def test_kernels_compute_swiglu_as_a_cpu_does():
 @pytest.mark.parametrize("fast", [True, False], ids=["fast", "exact sums"])
 def test_products_equal_their_emulation(load, fast):
     x, experts, _, w13, w2 = example(load)
-    plan = plan_padded_rows(experts, EXPERTS, None, 16)
+    plan = pad_plan(plan_rows(experts, EXPERTS), 16)
     within, ends = int(plan.ends[-1]), plan.ends
     product = functools.partial(scaled_grouped_mm, ends=ends, dtype=torch.bfloat16, fast=fast)
     numbers, inverse = cast_matrices(w13)
@@ -112,7 +112,7 @@ def test_the_product_is_that_of_torchao(load):
     """Its whole chain: casts, scales and kernel, forward and to the input and the matrix."""
     torchao = pytest.importorskip("torchao.prototype.moe_training.fp8_grouped_mm")
     x, experts, _, w13, _ = example(load)
-    plan = plan_padded_rows(experts, EXPERTS, None, 16)
+    plan = pad_plan(plan_rows(experts, EXPERTS), 16)
     within, ends = int(plan.ends[-1]), plan.ends
     rows = torch.nn.functional.pad(x, (0, 0, 0, 1))[plan.token][:within].requires_grad_()
     matrix = w13.transpose(-2, -1).contiguous().transpose(-2, -1).requires_grad_()  # by columns in memory

@@ -1,7 +1,8 @@
+import pytest
 import torch
 
 from model import row_ops
-from model.permute import experts_in_pieces, plan_padded_rows, plan_pieces, plan_rows
+from model.permute import ids_of, pad_plan, plan_pieces, plan_rows
 from model.row_ops import combine, gather_rows
 from model.row_reference import gather_sum
 
@@ -80,21 +81,35 @@ def test_absent_rows_add_nothing_even_if_they_hold_nan():
     )
 
 
-def test_sorted_pieces_have_the_plan_that_a_sort_finds():
+@pytest.mark.parametrize("sizes", [(5,), (2, 1, 2), (1, 1, 1, 1, 1)])
+def test_sorted_pieces_have_the_plan_that_a_sort_finds(sizes):
     generator = torch.Generator().manual_seed(1)
     counts = torch.randint(0, 4, (3, EXPERTS), generator=generator)
     counts[:, 2] = counts[1, 4] = 0  # an expert without rows, a piece without one
-    tokens = int(counts.sum())
-    ids = experts_in_pieces(counts, tokens)
-    for p, piece in enumerate(ids.flatten().split(counts.sum(1).tolist())):
-        assert torch.equal(piece, piece.sort().values) and torch.equal(torch.bincount(piece, minlength=5), counts[p])
-    found, sorted_anew = plan_pieces(counts, tokens), plan_rows(ids, EXPERTS)
-    for mine, theirs in zip(found, sorted_anew, strict=True):
-        assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
-    for experts in (None, ids):
-        padded = plan_padded_rows(experts, EXPERTS, tokens, 4, None if experts is not None else counts)
-        rows = torch.diff(padded.ends, prepend=padded.ends.new_zeros(1))
-        assert (rows % 4 == 0).all() and (rows >= 4).all() and len(padded.token) % 4 == 0
-        assert torch.equal(padded.token[padded.row.flatten()], torch.arange(tokens))
-        assert int((padded.token == tokens).sum()) == len(padded.token) - tokens
-        assert torch.equal(torch.searchsorted(padded.ends, padded.row.int(), right=True), ids)
+    parts = counts.split(sizes, dim=1)
+    found = plan_pieces(counts, sizes, [int(part.sum()) for part in parts])
+    for part, mine in zip(parts, found, strict=True):
+        ids = torch.cat([torch.arange(part.shape[1]).repeat_interleave(piece) for piece in part])[:, None]
+        assert torch.equal(ids_of(mine), ids)
+        for a, b in zip(mine, plan_rows(ids, part.shape[1]), strict=True):
+            assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+def test_a_plan_names_the_experts_that_it_sorts():
+    experts, _ = example()
+    somewhere = int((experts != NOWHERE).sum())
+    for bound in (None, somewhere):
+        assert torch.equal(ids_of(plan_rows(experts, EXPERTS, bound)), experts)
+
+
+def test_rows_of_each_expert_are_padded():
+    experts, _ = example()
+    plan = plan_rows(experts, EXPERTS)
+    padded, somewhere = pad_plan(plan, 4), experts.flatten() != NOWHERE
+    rows = torch.diff(padded.ends, prepend=padded.ends.new_zeros(1))
+    assert (rows % 4 == 0).all() and (rows >= 4).all() and len(padded.token) % 4 == 0
+    slots = torch.arange(experts.numel())[somewhere]
+    assert torch.equal(padded.slot[padded.row.flatten()[somewhere]], slots)
+    assert torch.equal(padded.token[padded.row.flatten()[somewhere]], slots // experts.shape[1])
+    assert int((padded.token == len(experts)).sum()) == len(padded.token) - int(somewhere.sum())
+    assert torch.equal(ids_of(padded), experts)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.permute import experts_in_pieces
+from model.permute import Plan, ids_of
 from parallelisms.expert_parallel import DISPATCHERS
 from parallelisms.materialize import materialize
 from parallelisms.names import named_parameters
@@ -83,8 +83,8 @@ def exchange(kind: str, everyones: list[torch.Tensor], parts: int) -> int:
     dispatcher = DISPATCHERS[kind](group, 8, overlap=False, parts=parts)
     weights = torch.rand(experts.shape, requires_grad=True)
 
-    def compute(rows, ids, weights, w13, w2, max_rows, counts=None):
-        ids = experts_in_pieces(counts, max_rows) if ids is None else ids
+    def compute(rows, ids, weights, w13, w2, max_rows):
+        ids = ids_of(ids) if isinstance(ids, Plan) else ids
         assert max_rows == max(1, int((ids < len(w13)).sum()))
         return rows * (F.pad(w13, (0, 1))[ids] * weights).sum(1, keepdim=True)
 
