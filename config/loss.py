@@ -127,6 +127,7 @@ def loss_peak_bytes(
     weight_bytes: int = 2,
     chunk: int = 1,
     compiled: bool = False,
+    shared: bool = False,
 ) -> int:
     """Peak of a head and its loss, forward and backward, beyond hidden states, the head's matrix and labels: what
     gradients of these two take is counted. Without soft cap and z-loss.
@@ -140,11 +141,15 @@ def loss_peak_bytes(
             autocast leaves it float32.
         chunk: loss.rows_per_chunk or loss.columns_per_chunk.
         compiled: "loss" is in compile.components, by inductor.
+        shared: other ranks hold other columns, and none gathers them.
     """
     c, w, wide = compute_bytes, weight_bytes, 4
     logits, by_hidden, matrix = tokens * vocab, tokens * dim, vocab * dim
     cast = c * matrix if c != w else 0  # the matrix in the compute dtype
     gradients = c * by_hidden + w * matrix
+    temporary = 2 * c if compiled or c == wide else 2 * c + wide  # a logit, its wide copy and its gradient
+    if implementation == "torch" and shared:
+        return max(temporary * logits, c * logits + gradients) + cast
     if implementation == "torch" and not compiled:
         # log-softmax, its gradient and the logits', all wide; or the gradient by logits with those it becomes.
         return max(3 * wide * logits, c * logits + gradients) + cast
@@ -152,12 +157,11 @@ def loss_peak_bytes(
         return max(2 * c * logits, c * logits + gradients) + cast  # inductor writes the gradient beside the logits
     if implementation == "liger_cross_entropy":
         return c * logits + gradients + cast  # logits are overwritten by their gradient
-    temporary = (2 * c if compiled or c == wide else 2 * c + wide) * chunk
     if implementation == "row_chunked":
         kept = wide * matrix + c * by_hidden
-        return kept + max(cast + temporary * vocab, gradients)
+        return kept + max(cast + temporary * chunk * vocab, gradients)
     if implementation == "vocab_chunked":
-        return w * matrix + wide * by_hidden + temporary * tokens + (c * chunk * dim if cast else 0)
+        return w * matrix + wide * by_hidden + temporary * chunk * tokens + (c * chunk * dim if cast else 0)
     rows = liger_chunk(tokens, vocab, dim)
     kept = wide * matrix + c * by_hidden
     return max(kept + cast + max(c * rows * vocab, c * matrix), c * (matrix + by_hidden) + gradients)

@@ -313,6 +313,7 @@ class Rank:
             weight_bytes=c if self.sharded else 4,
             chunk=section.columns_per_chunk if implementation == "vocab_chunked" else section.rows_per_chunk,
             compiled=compiles(self.config, "loss") and self.config.compile.backend == "inductor",
+            shared=n.tensor > 1 and not gathers,
         )
         return (Part("activations", self.tokens * self.shape.dim * 3 * c), Part("loss", size, "loss"))
 

@@ -5,11 +5,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from config.loss import loss_peak_bytes
 from model.loss import IGNORE, HeadLoss
 from model.loss_chunked import RowChunked, VocabularyChunked
 from parallelisms.vocabulary_loss import GatheredVocabulary, SharedVocabulary
 from tests import ranks
 from tests.fingerprint import Traffic
+from tests.model.live_bytes import LiveBytes
 
 
 def both(dtype: torch.dtype, scale: float) -> tuple:
@@ -79,3 +81,30 @@ def test_every_loss_over_a_shared_vocabulary_equals_torchs():
     for found in ranks.run(2, every_loss):
         for name, errors in found:
             assert max(errors) < 1e-14, name
+
+
+SIZES = {"tokens": 256, "vocab": 1500, "dim": 32}
+"""Columns of one rank."""
+
+
+def peaks() -> list[int]:
+    """Bytes, in float32 and bfloat16, with a share of the columns here."""
+    vocabulary, found = SharedVocabulary(init_device_mesh("cpu", (dist.get_world_size(),))), []
+    for dtype in (torch.float32, torch.bfloat16):
+        hidden = torch.randn(1, SIZES["tokens"], SIZES["dim"], dtype=dtype, requires_grad=True)
+        weight = torch.randn(SIZES["vocab"], SIZES["dim"], dtype=dtype, requires_grad=True)
+        labels = torch.randint(0, 2 * SIZES["vocab"], hidden.shape[:2])
+        loss = HeadLoss()
+        loss.vocabulary = vocabulary
+        with LiveBytes().keep(hidden, weight, labels) as memory:
+            loss(hidden, weight, labels).backward()
+        found.append(memory.peak)
+    return found
+
+
+def test_the_peak_is_that_of_its_formula():
+    for found in ranks.run(2, peaks):
+        for peak, size in zip(found, (4, 2), strict=True):
+            formula = loss_peak_bytes("torch", **SIZES, compute_bytes=size, weight_bytes=size, shared=True)
+            assert peak == pytest.approx(formula, rel=0.03)
+            assert formula < loss_peak_bytes("torch", **SIZES, compute_bytes=size, weight_bytes=size)
