@@ -1,35 +1,49 @@
-"""A run that is out of memory says what would help."""
+"""A run that is out of memory says what would help; one that is not, what each part of a step held."""
 
 import json
 
+import pytest
 import torch
 
 import train
 from benchmarks.side import reason_of
 from tests.data.generated import generated_texts, write_jsonl
+from trainer.memory import PeakMemory
+from trainer.profiling import Profiler
+from trainer.spans import BACKWARD, FORWARD, OPTIMIZER, watch_spans
 
 
-def test_the_reason_names_three_switches(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def words(tmp_path, monkeypatch):
+    """Of a small run."""
     corpus = write_jsonl(tmp_path / "corpus" / "rows.jsonl", generated_texts(50)).parent
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return [
+        "--data.corpus", "text", "--data.path", str(corpus), "--data.tokenizer", "bytes", "--training.seq_len", "64",
+        "--job.run_dir", str(tmp_path / "run"),
+    ]  # fmt: skip
 
+
+def test_the_reason_names_three_switches_and_the_snapshot(tmp_path, monkeypatch, capsys, words):
     def full(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
 
     monkeypatch.setattr(train, "train", full)
-    words = [
-        "--data.corpus",
-        "text",
-        "--data.path",
-        str(corpus),
-        "--data.tokenizer",
-        "bytes",
-        "--training.seq_len",
-        "64",
-    ]
-    code = train.main([*words, "--job.run_dir", str(tmp_path / "run"), "--training.steps", "2"])
+    monkeypatch.setattr(Profiler, "last_snapshot", lambda self: ". Memory snapshot: there")
+    code = train.main([*words, "--training.steps", "2"])
     reason = json.loads((tmp_path / "run" / "FAILED").read_text())["reason"]
     assert code == 1 and "2.50 GiB more were asked for; by the estimate (" in reason
     assert reason.count(" GiB)") == 3 and "training.local_batch_size = 4" in reason
+    assert reason.endswith(". Memory snapshot: there")
     said = capsys.readouterr().err
     assert reason in said and reason_of(1, said) == "out of memory"
+
+
+def test_memory_is_watched_by_part_in_the_steps_that_are_logged(monkeypatch, words):
+    seen: list[str] = []
+    monkeypatch.setattr(PeakMemory, "by_part", lambda self: watch_spans(seen.append))
+    tiny = ["--model.n_layers", "1", "--training.local_batch_size", "1", "--training.global_batch_size", "2"]
+    tiny += ["--validation.enable", "false", "--training.steps", "4", "--metrics.log_freq", "10"]
+    assert train.main([*words, *tiny]) == 0
+    logged = [part for part in seen if part in (FORWARD, BACKWARD, OPTIMIZER)]
+    assert logged == 2 * [FORWARD, BACKWARD, FORWARD, BACKWARD, OPTIMIZER], "steps 1 and 4, two micro-batches each"

@@ -146,6 +146,13 @@ def test_what_is_on_already_or_refused_is_not_advised():
     assert keys and not keys & {"activation_checkpoint.mode", "optimizer.state_dtype", "training.local_batch_size"}
 
 
+def test_what_the_rules_refuse_beside_the_rest_is_not_advised():
+    for degree, there in (("1", True), ("2", False)):
+        words = ("--training.global_batch_size", "8", "--parallelism.tensor_parallel_degree", degree)
+        keys = {key for switch in advice(config_of(*words), 2, most=10) for key in switch.changes}
+        assert ("activation_checkpoint.offload" in keys) == there
+
+
 def test_the_sentence_names_three_switches_with_gib():
     sentence = advice_sentence(config_of(), 1)
     assert sentence.startswith("; by the estimate (") and sentence.count(" GiB)") == 3

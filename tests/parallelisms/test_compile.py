@@ -21,7 +21,9 @@ def test_a_compiled_loss_can_keep_its_graph(before, donating):
     (expected,) = torch.autograd.grad(cross_entropy_sum(logits, labels), logits)
     if before:
         compile_loss(cross_entropy_sum, backend="aot_eager")(logits, labels).backward()
-    loss = compile_loss(cross_entropy_sum, backend="aot_eager", backward_twice=True)(logits, labels)
+    compiled = compile_loss(cross_entropy_sum, backend="aot_eager", backward_twice=True)
+    compiled(logits, labels).backward()  # one that keeps none, as a schedule's last
+    loss = compiled(logits, labels)
     for _ in range(2):
         (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
         torch.testing.assert_close(found, expected)

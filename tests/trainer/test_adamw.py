@@ -100,6 +100,22 @@ def test_a_small_change_is_lost_by_nearest_rounding_alone(stochastic):
     assert square.float().mean().item() == pytest.approx(expected, rel=1e-2)
 
 
+def test_moments_parameters_and_steps_are_rounded_by_chances_of_their_own():
+    keys: list[int] = []
+
+    def make(groups):
+        optimizer = AdamW(groups, **LOW, **OPTIONS)
+        optimizer._update = lambda *arguments: keys.append(int(arguments[7]))
+        return optimizer
+
+    trained(make)
+    assert len(keys) == len(set(keys)) == 3 * 5
+    mean, square = torch.ones(512, dtype=torch.bfloat16), torch.ones(512, dtype=torch.bfloat16)
+    zeros, one = torch.zeros(512), torch.tensor(1.0)
+    update(zeros, zeros, mean, square, one, one, one, torch.tensor(keys[0]), 0, 0.999, 0.999, 1e-8, True)
+    assert 0.2 < (mean != square).float().mean() < 0.6  # a quarter of each goes down
+
+
 def test_a_compiled_update_is_compiled_once_for_all_sizes_and_steps():
     torch._dynamo.reset()
     graphs = torch._dynamo.utils.counters["stats"]
