@@ -31,6 +31,7 @@ _EP, _TP = {"parallelism.expert_parallel_degree": 2}, {"parallelism.tensor_paral
 LAYOUTS: dict[str, dict[str, Any]] = {
     "FSDP": {},
     "EP 2, once an expert": _EP | {"moe.dispatcher": "all_to_all"},
+    "EP 2, experts in parts": _EP | {"moe.comm_overlap": "experts"},
     "EP 2, once a rank": _EP | {"moe.dispatcher": "all_to_all_dedup"},
     "TP 2": _TP,
     "TP 2 x EP 2": _TP | _EP | {"moe.dispatcher": "all_to_all_dedup"},

@@ -21,6 +21,7 @@ class Ours:
         "direct": ("--parallelism.fsdp_collectives", "direct"),
         "ep2": ("--parallelism.expert_parallel_degree", "2"),
         "dedup": ("--moe.dispatcher", "all_to_all_dedup"),
+        "overlap": ("--moe.comm_overlap", "experts"),
         "uniform": ("--moe.balance", "forced_uniform"),
         "skew": ("--moe.balance", "forced_skew"),
         "float8": (

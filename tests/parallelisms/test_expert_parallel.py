@@ -14,7 +14,7 @@ from parallelisms.expert_parallel import DISPATCHERS
 from parallelisms.materialize import materialize
 from parallelisms.names import named_parameters
 from tests import parity, ranks
-from tests.parallelisms.test_parity_expert import COPIES, EP2, EP4, FULL, ONCE, OVERLAP, SHARED, TP2
+from tests.parallelisms.test_parity_expert import COPIES, EP2, EP4, FULL, ONCE, OVERLAP, PARTS, SHARED, TP2
 from tests.parallelisms.test_parity_tensor import sparse
 from tests.parallelisms.test_zero import built, float_bytes
 from tests.trainer.test_checkpoint import configuration, run
@@ -27,12 +27,15 @@ ONE_EXPERT = {
 # ---- ranks without tokens
 
 
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+SENT = {"expert": {}, "rank": ONCE, "experts in parts": PARTS}
+
+
+@pytest.mark.parametrize("sent", SENT)
 @pytest.mark.parametrize("kernels", ["grouped_mm", pytest.param("loop", marks=pytest.mark.slow)])
-def test_all_tokens_to_one_expert(dispatcher, kernels):
+def test_all_tokens_to_one_expert(sent, kernels):
     """One rank gets everything, the other nothing: no hang, every gradient is there, those of the others are zero."""
     reference = parity.trace(sparse(**ONE_EXPERT, moe__experts="loop"), 1, 2)
-    config = sparse(**ONE_EXPERT, **EP2, moe__dispatcher=dispatcher, moe__experts=kernels)
+    config = sparse(**ONE_EXPERT, **EP2, **SENT[sent], moe__experts=kernels)
     report = parity.compare(reference, parity.trace(config, 2, 2))
     assert not report.failures, report.failures
     for gradients in reference.gradients:
@@ -43,9 +46,10 @@ def test_all_tokens_to_one_expert(dispatcher, kernels):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [EP4, TP2 | EP4, EP2 | FULL, EP2 | COPIES], ids=["ep4", "tp2", "full", "hsdp"])
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
-def test_all_tokens_to_one_expert_elsewhere(layout, dispatcher):
-    parity.check(sparse(**ONE_EXPERT), sparse(**ONE_EXPERT | layout, moe__dispatcher=dispatcher), world_size=4)
+@pytest.mark.parametrize("sent", SENT)
+def test_all_tokens_to_one_expert_elsewhere(layout, sent):
+    model = ONE_EXPERT | {"moe__num_experts": 8}
+    parity.check(sparse(**model), sparse(**model | layout | SENT[sent]), world_size=4)
 
 
 # ---- bytes
@@ -269,9 +273,9 @@ def held_after(config) -> list[int]:
     return held
 
 
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
-def test_recomputation_leaves_nothing_behind(dispatcher):
+@pytest.mark.parametrize("sent", ["expert", pytest.param("rank", marks=pytest.mark.slow), "experts in parts"])
+def test_recomputation_leaves_nothing_behind(sent):
     """An exchange under checkpointing leaks where recomputation stops early."""
-    config = sparse(**EP2, **FULL, **FLOAT32, moe__dispatcher=dispatcher)
+    config = sparse(**EP2, **FULL, **FLOAT32, **SENT[sent])
     for held in ranks.run(2, held_after, config):
         assert len(set(held[1:])) == 1, held

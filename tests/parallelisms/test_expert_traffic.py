@@ -10,7 +10,7 @@ from parallelisms.dispatch_all_to_all import AllToAll
 from parallelisms.expert_traffic import expert_traffic, traffic_tags
 from tests import ranks
 from tests.parallelisms.test_expert_parallel import FLOAT32
-from tests.parallelisms.test_parity_expert import EP2, FULL, TP2
+from tests.parallelisms.test_parity_expert import EP2, FULL, PARTS, TP2
 from tests.parallelisms.test_parity_tensor import sparse
 from tests.parallelisms.test_zero import built
 
@@ -25,8 +25,8 @@ def traffic_of_a_step(config) -> tuple[dict, dict[str, float], torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("layout", "rows"),
-    [(EP2, 128), (EP2 | FULL, 128), (TP2 | EP2, 64)],
-    ids=["kept", "recomputed", "each a share of the same tokens"],
+    [(EP2, 128), (EP2 | FULL, 128), (EP2 | PARTS, 128), (TP2 | EP2, 64)],
+    ids=["kept", "recomputed", "in parts", "each a share of the same tokens"],
 )
 def test_rows_and_loads_of_ranks_are_reported(layout, rows):
     # One micro-batch a step, so that the latest one is the whole of it: 32 tokens a sequence and 2 choices a token.

@@ -85,3 +85,11 @@ def test_a_complete_configuration_sends_what_it_used_to(name):
 def test_every_parallel_configuration_has_a_golden_figure():
     """A new one: ``python -m tests.fingerprint --new``, and look at what it sends."""
     assert {f"{q}/{arm} on {n}" for q, arm, n in ARMS} | {f"{b} on 2" for b in BASELINES} == GOLDEN["steps"].keys()
+
+
+def test_experts_in_parts_change_the_number_of_messages_of_rows_and_nothing_else():
+    plain, in_parts = (GOLDEN["steps"][f"moe_comm_overlap/{arm} on 2"] for arm in ("none", "experts"))
+    assert {axis: kinds for axis, kinds in in_parts.items() if axis != "ep"} == {"dp_shard": plain["dp_shard"]}
+    # Numbers of rows; rows and weights out, results back; the gradients of these. In four parts all but the first.
+    passes, rest = divmod(plain["ep"]["all_to_all"]["calls"], 1 + 6)
+    assert rest == 0 and in_parts["ep"]["all_to_all"]["calls"] == passes * (1 + 4 * 6)
