@@ -142,16 +142,15 @@ class OffloadedStates(torch.optim.Optimizer):
         return originals
 
     def _host(self, parameter: torch.Tensor, key: str, like: torch.Tensor) -> torch.Tensor:
-        """The tensor in CPU memory for this state."""
+        """The tensor in CPU memory for this state; made on first use, its elements to be written."""
         kept = self.host.setdefault(parameter, {})
         if key not in kept:
-            host = like.detach().clone() if like.device.type == "cpu" else like.detach().cpu()
-            if parameter.device.type == "cuda":
-                pinned = torch.empty_like(_local(host), pin_memory=True)
-                if isinstance(host, DTensor):
-                    host._local_tensor = pinned  # as FSDP2 does under its CPU offload
-                else:
-                    host = pinned
+            local = _local(like).detach()
+            host = torch.empty_like(local, device="cpu", pin_memory=parameter.device.type == "cuda")
+            if isinstance(like, DTensor):
+                whole = like.detach().cpu()
+                whole._local_tensor = host  # as FSDP2 does under its CPU offload
+                host = whole
             kept[key] = host
         return kept[key]
 
