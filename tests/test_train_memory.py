@@ -9,6 +9,7 @@ import train
 from benchmarks.side import reason_of
 from tests.data.generated import generated_texts, write_jsonl
 from trainer.memory import PeakMemory
+from trainer.metrics import Metrics
 from trainer.profiling import Profiler
 from trainer.spans import BACKWARD, FORWARD, OPTIMIZER, watch_spans
 
@@ -43,7 +44,16 @@ def test_memory_is_watched_by_part_in_the_steps_that_are_logged(monkeypatch, wor
     seen: list[str] = []
     monkeypatch.setattr(PeakMemory, "by_part", lambda self: watch_spans(seen.append))
     tiny = ["--model.n_layers", "1", "--training.local_batch_size", "1", "--training.global_batch_size", "2"]
+    windows: list[tuple[int, int]] = []
+    log = Metrics.log
+
+    def watched(self, step, *, times, fill_rates, **rest):
+        windows.append((len(fill_rates), len(times.seconds)))
+        log(self, step, times=times, fill_rates=fill_rates, **rest)
+
+    monkeypatch.setattr(Metrics, "log", watched)
     tiny += ["--validation.enable", "false", "--training.steps", "4", "--metrics.log_freq", "10"]
     assert train.main([*words, *tiny]) == 0
     logged = [part for part in seen if part in (FORWARD, BACKWARD, OPTIMIZER)]
     assert logged == 2 * [FORWARD, BACKWARD, FORWARD, BACKWARD, OPTIMIZER], "steps 1 and 4, two micro-batches each"
+    assert windows == [(1, 1), (3, 3)], "a fill rate for each step since the line before"

@@ -60,6 +60,41 @@ def test_each_of_these_lowers_the_peak(words):
     assert peak(*words) < peak()
 
 
+def at_the_loss(name, *words):
+    """Bytes of the parts of this name, when all forward passes are done."""
+    found = estimate(config_of(*words), 1, COUNTED)
+    (moment,) = [moment for moment in found.moments if moment.name == "at the loss"]
+    return sum(part.size for part in moment.parts if part.name == name)
+
+
+def test_offload_leaves_what_two_blocks_save():
+    offload = ("--activation_checkpoint.offload", "true")
+    two, three, eight = (("--model.n_layers", n) for n in ("2", "3", "8"))
+    assert at_the_loss("activations", *offload, *eight) == at_the_loss("activations", *two)
+    assert at_the_loss("activations", *two) < at_the_loss("activations", *three)
+
+
+def test_micro_batches_under_way_are_those_of_the_schedule():
+    words = (
+        "--training.global_batch_size", "32", "--parallelism.pipeline_parallel_degree", "2",
+        "--parallelism.pipeline_parallel_microbatch_size", "1", "--parallelism.pipeline_parallel_schedule",
+    )  # fmt: skip
+    all_at_once, in_turn, eight = (
+        peak(*words, *schedule, world=2)
+        for schedule in (("GPipe",), ("1F1B",), ("GPipe", "--training.global_batch_size", "8"))
+    )
+    assert in_turn < eight < all_at_once
+
+
+def test_each_chunked_loss_follows_its_own_chunk():
+    def loss(name, *words):
+        return at_the_loss("loss", "--loss.implementation", name, *words)
+
+    rows, columns = ("--loss.rows_per_chunk", "2048"), ("--loss.columns_per_chunk", "16384")
+    assert loss("row_chunked") == loss("row_chunked", *columns) < loss("row_chunked", *rows)
+    assert loss("vocab_chunked") == loss("vocab_chunked", *rows) < loss("vocab_chunked", *columns)
+
+
 def test_more_recomputation_never_takes_more():
     option = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option")
     peaks = [peak("--activation_checkpoint.mode", "full"), *(peak(*option, str(n)) for n in (1, 2, 4)), peak()]

@@ -146,6 +146,21 @@ def test_fill_rates_are_in_order_and_validation_is_the_same_for_all(make_config)
     assert all(each == held_out[0] for each in held_out) and len(hashes) == 1
 
 
+def test_the_fill_rate_leaves_out_padding_and_nothing_else(make_config):
+    pipeline = build_data(make_config(data__packing="padded", training__seq_len=256), dp_rank=0, dp_degree=1)
+    batch = pipeline.train.next_step()
+    read = [pipeline.train._sources[0].read(i) for i in batch.sample_ids]
+    padding = sum(int((each.documents[:256] == len(each.names)).sum()) for each in read)
+    assert batch.global_padding == padding > 0
+    assert batch.fill_rate == 1 - padding / (256 * len(read))
+
+
+@pytest.mark.parametrize("packing", NAMES)
+def test_no_piece_is_without_a_target(packing):
+    """Of documents that end where a sequence does: 8 and 15 tokens with eos, in sequences of 8."""
+    assert sorted(source(packing, lengths=(7, 14)).layout(0).lengths.tolist()) == [8, 8, 8]
+
+
 def test_a_state_of_another_packing_is_refused(make_config):
     state = loader(make_config(data__packing="padded")).state_dict()
     with pytest.raises(ConfigError, match="data.packing was 'padded', is 'next_fit'"):
