@@ -74,11 +74,12 @@ NO_SOFT_CAP = "no family of models that is exported has capped logits, so the ex
 
 def loss_notes(config: Config, shape: ModelShape) -> Iterator[str]:
     """What is allowed and has no effect, a sentence each."""
-    found, in_float32 = loss_implementation(config), _float32_logits(config, shape)
+    found, (copies, in_float32) = loss_implementation(config), _float32_logits(config, shape)
     if found == "torch" and not compiles(config, "loss") and in_float32 >= WORTH_A_NOTE:
         yield (
-            f"logits are in memory three times in float32, {in_float32 / 2**30:.1f} GiB a micro-batch: the loss is"
-            ' torch\'s and not compiled. loss.implementation = "row_chunked" never holds them (docs/memory.md)'
+            f"logits are in memory {'once' if copies == 1 else 'three times'} in float32, {in_float32 / 2**30:.1f} GiB"
+            " a micro-batch: the loss is torch's and not compiled."
+            ' loss.implementation = "row_chunked" never holds them (docs/memory.md)'
         )
     if compiles(config, "loss") and found in BY_SWITCH.values():
         yield f'"loss" in compile.components has no effect: the loss is {found}, a kernel of its own'
@@ -93,12 +94,16 @@ WORTH_A_NOTE = 4 * 2**30
 """Bytes."""
 
 
-def _float32_logits(config: Config, shape: ModelShape) -> int:
-    """Bytes that torch's eager cross entropy holds of a micro-batch's logits in float32."""
+def _float32_logits(config: Config, shape: ModelShape) -> tuple[int, int]:
+    """How often eager cross entropy holds a micro-batch's logits in float32, and the bytes of it. Ranks that share the
+    vocabulary hold their columns once; where they gather them, each holds all.
+    """
     section, training = config.parallelism, config.training
     rows = section.pipeline_parallel_microbatch_size if pipelined(config) else training.local_batch_size
     tokens = rows * training.seq_len // section.context_parallel_degree
-    return 3 * 4 * tokens * shape.vocab_size // section.tensor_parallel_degree
+    if tensor_parallel(config) and not section.disable_loss_parallel:
+        return 1, 4 * tokens * shape.vocab_size // section.tensor_parallel_degree
+    return 3, 3 * 4 * tokens * shape.vocab_size
 
 
 def check_liger_on(config: Config, device: str) -> None:

@@ -2,7 +2,7 @@
 
 AdamW keeps two float32 numbers a parameter that nothing reads between updates. Here they wait in pinned memory. An
 update goes through the parameters in pieces: the states of a piece come to the device while the piece before is
-updated, and leave while the next one is.
+updated, and leave while the next one is: three pieces are there at a time.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-logger = logging.getLogger(__name__)
+from config.memory import PIECE_BYTES
 
-PIECE_BYTES = 2**28
-"""States of a piece, at most, unless one parameter has more. Three pieces are on the device at a time."""
+logger = logging.getLogger(__name__)
 
 States = dict[torch.Tensor, dict[str, torch.Tensor]]
 """Parameter -> name -> state of its shape."""

@@ -82,7 +82,12 @@ def test_float32_logits_are_announced():
     large = ["--model.flavor", "8B", "--training.seq_len", "8192", "--training.local_batch_size", "1"]
     (note,) = [note for note in load(large).notes if "in float32" in note]
     assert "11.7 GiB a micro-batch" in note  # 12 bytes x 8192 x 128256
-    for options in ([*large, "--compile.enable"], [*large, *by("row_chunked")], []):
+    (note,) = [note for note in load([*large, *GATHERED]).notes if "in float32" in note]
+    assert "11.7 GiB a micro-batch" in note, "every rank has them all"
+    longer = [*large[:-1], "4", *TP2]
+    (note,) = [note for note in load(longer).notes if "in float32" in note]
+    assert "in memory once in float32, 7.8 GiB" in note, "half of the columns of four sequences, in one copy"
+    for options in ([*large, "--compile.enable"], [*large, *by("row_chunked")], [*large, *TP2], []):
         assert not [note for note in load(options).notes if "in float32" in note]
 
 
