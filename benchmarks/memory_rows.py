@@ -24,6 +24,10 @@ EAGER = ("--compile.enable", "false")
 LIGER_BLOCKS = ("--liger.rms_norm", "true", "--liger.rope", "true", "--liger.swiglu", "true")
 COMPILED_UPDATE = ("--compile.components", '["model", "loss", "optimizer"]')
 FLOAT8 = ("--model.converters", '["quantize.linear.float8"]')
+FLOAT8_EXPERTS = (
+    "--model.converters", '["quantize.grouped_mm.float8"]', "--quantize.grouped_mm.float8.fqns", '["experts"]',
+)  # fmt: skip
+BY_CHANCE = ("--optimizer.stochastic_rounding", "true")
 BFLOAT16_STATES = ("--optimizer.state_dtype", "bfloat16")
 
 
@@ -90,6 +94,7 @@ _8B = _switches(
         ("flash4", (*BFLOAT16_STATES, "--attention.backend", "flash4"), "attention: FlashAttention-4"),
         ("sdpa_cudnn", (*BFLOAT16_STATES, "--attention.backend", "sdpa_cudnn"), "attention: cuDNN"),
         ("compiled_update", (*BFLOAT16_STATES, *COMPILED_UPDATE), "AdamW's update compiled"),
+        ("stochastic", (*BFLOAT16_STATES, *COMPILED_UPDATE, *BY_CHANCE), "the same, moments rounded by chance"),
     ],
 )  # fmt: skip
 
@@ -109,6 +114,7 @@ _7B = _switches(
         ("row_chunked", loss("row_chunked"), "loss: row-chunked"),
         ("offload", OFFLOAD, "activations in CPU memory"),
         ("liger_fused", loss("liger_fused_linear"), "loss: Liger's fused linear"),
+        ("float8", FLOAT8_EXPERTS, "float8 experts"),
     ],
 )
 
