@@ -185,6 +185,8 @@ def reason_of(exit_code: int, log: str) -> str:
         r"^(?:\[rank\d+\]:)?\s*((?:\w+\.)*\w+(?:Error|Exception)\b.*)$", without_colours(log), re.MULTILINE
     )
     errors = [e for e in errors if "ChildFailedError" not in e]
+    if exit_code == 2 and not errors:  # a mistake in the configuration is a sentence without a type
+        errors = log.strip().splitlines()[-1:]
     return f"exit code {exit_code}" + (f": {errors[-1].strip()[:200]}" if errors else "")
 
 

@@ -81,6 +81,9 @@ def test_the_reason_of_a_failure_is_its_own_error() -> None:
     assert reason_of(1, log) == "exit code 1: ValueError: no such flavor"
     assert reason_of(1, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate") == "out of memory"
     assert reason_of(-9, "nothing") == "exit code -9"
+    refused = 'Attention: sdpa\nmoe.experts = "quack" needs quack-kernels. Install it.\n'
+    assert reason_of(2, refused) == 'exit code 2: moe.experts = "quack" needs quack-kernels. Install it.'
+    assert reason_of(2, "") == "exit code 2"
 
 
 def test_output_and_failures_of_a_command() -> None:

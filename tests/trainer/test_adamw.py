@@ -59,6 +59,26 @@ def test_bfloat16_moments_halve_the_states_and_change_the_update_a_little(stocha
         torch.testing.assert_close(a, b, rtol=0, atol=1e-3)  # a hundredth of what five steps move
 
 
+def test_bfloat16_moments_are_those_written_out():
+    """The textbook's update in float64 of moments that are rounded after each step: nearest, a step like any other."""
+    generator, options = torch.Generator().manual_seed(8), {**OPTIONS, "weight_decay": 0.1}
+    parameter = torch.nn.Parameter(torch.randn(4096, generator=generator))
+    optimizer = AdamW([parameter], state_dtype=torch.bfloat16, **options)
+    value, mean, square = parameter.detach().double(), *torch.zeros(2, 4096, dtype=torch.float64)
+    for step in range(1, 6):
+        parameter.grad = torch.randn(4096, generator=generator)
+        grad = parameter.grad.double()
+        mean, square = 0.9 * mean + 0.1 * grad, 0.95 * square + 0.05 * grad**2
+        root = (square / (1 - 0.95**step)).sqrt() + 1e-8
+        value = value * (1 - 1e-2 * 0.1) - 1e-2 * mean / (1 - 0.9**step) / root
+        mean, square = mean.bfloat16().double(), square.bfloat16().double()
+        optimizer.step()
+    state = optimizer.state[parameter]
+    for found, expected in ((state["exp_avg"], mean), (state["exp_avg_sq"], square)):
+        assert (found.double() != expected).float().mean() < 1e-2, "but for ties that float32 and float64 break apart"
+    assert float((parameter - value).detach().abs().median()) < 1e-6
+
+
 def test_rounding_depends_on_its_seed_alone():
     first, second, other = (
         trained(lambda groups, seed=seed: AdamW(groups, seed=seed, **LOW, **OPTIONS))[0] for seed in (1, 1, 2)
