@@ -50,7 +50,7 @@ class Moe:
     dispatcher: Literal["all_to_all", "all_to_all_dedup"] = "all_to_all"
     """How tokens reach experts on other ranks. all_to_all: once an expert. all_to_all_dedup: once a rank."""
     comm_overlap: Literal["none", "shared_expert", "experts"] = "none"
-    """What is computed while tokens travel. shared_expert: the shared experts. experts: these and parts of the others."""
+    """What is computed while tokens travel. shared_expert: the shared experts. experts: these, and others in parts."""
     comm_overlap_degree: int = key(4, minimum=2, parent="moe.comm_overlap", parent_values=("experts",))
     """Parts in which a rank computes its experts, neighbours together. At most one for each expert of the rank."""
     balance: Literal[

@@ -17,13 +17,13 @@ from config.schema import Moe
 from model.compute_dtype import compute_dtype
 from model.experts_grouped import grouped_experts
 from model.experts_quack import quack_experts
-from model.permute import Plan, ids_of
+from model.permute import Plan, ids_of, plan_pieces
 
 Compute = Callable[..., torch.Tensor]
 """(x, experts, weights, w13, w2, max_rows) -> (T, dim), as :func:`loop_experts`."""
 
-Serve = Callable[[torch.Tensor, Compute, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
-"""(x, compute, w13, w2) -> results: what a dispatcher has experts do, see :meth:`Experts.forward`."""
+Serve = Callable[..., tuple[torch.Tensor, ...]]
+"""(x, compute, plan, w13, w2) -> results: what a dispatcher has experts do, see :meth:`Experts.forward`."""
 
 
 def loop_experts(
@@ -98,10 +98,11 @@ class Experts(nn.Module):
             weights: float32 (T, slots).
             max_rows: at most so many assignments go somewhere. None: all of them may.
             serve: in place of these three where tokens come and go by themselves, maybe in parts: it is given ``x``,
-                the kernel and the matrices, so that they are gathered, used and let go in one call of this module.
+                the kernel, :func:`model.permute.plan_pieces` and the matrices, so that these are gathered, used and let
+                go in one call of this module.
         """
         dtype = compute_dtype(x)  # autograd functions see no autocast
         w13, w2 = self.w13.to(dtype), self.w2.to(dtype)
         if serve is not None:
-            return serve(x, self.compute, w13, w2)
+            return serve(x, self.compute, plan_pieces, w13, w2)
         return self.compute(x.to(dtype), experts, weights, w13, w2, max_rows)

@@ -17,15 +17,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from model.permute import Plan, plan_pieces
 from parallelisms.tensor_parallel import on_this_rank
 from parallelisms.token_exchange import Back, Counts, Order, Out, Route, ToExperts, collect, sort_rows, spread
 
 DISPATCH, COMBINE = "moe.dispatch", "moe.combine"
 """Ranges of a profile: the way out and the way back, in forward and in backward."""
-
-Run = Callable[..., torch.Tensor]
-"""(x, experts or their plan, weights, max_rows) -> (T, dim): the kernel with the matrices of one part."""
 
 
 class Visit(NamedTuple):
@@ -36,8 +32,8 @@ class Visit(NamedTuple):
     labels: ToExperts
     """Ids, if they are sent."""
     counts: Counts
-    plans: list[Plan]
-    """Of the parts, if what arrives is sorted."""
+    rows: list[int]
+    """That arrive for each part."""
 
 
 class AllToAll:
@@ -124,63 +120,57 @@ class AllToAll:
                 rows = rows[:total]
             weights, ids = self.label(order, experts, weights)
         if torch.is_grad_enabled():
-            own, here = self.group.rank(), sum(sum(route.received) for route in routes)
-            stay = sum(route.sent[own] for route in routes)
-            self.rows_sent, self.rows_received = total - stay, here - stay
+            own = sum(route.sent[self.group.rank()] for route in routes)
+            self.rows_sent, self.rows_received = total - own, sum(sum(route.received) for route in routes) - own
         out, back, labels = Out(routes, DISPATCH), Back(routes, COMBINE), ToExperts(routes, DISPATCH)
         handle = out.start(rows, weights)
         labels.send(*(() if ids is None else (ids,)))
         del rows, weights, ids  # they are held while they travel
-        visit = Visit(out, back, labels, counts, self.plans(counts, routes))
+        visit = Visit(out, back, labels, counts, [sum(route.received) for route in routes])
         other = beside() if beside is not None and self.overlap else None
         (rows,) = back.finish(*run(handle, serve=functools.partial(self.serve, visit)))
         with torch.profiler.record_function(COMBINE):
             sums = collect(rows, order)
         return sums, beside() if beside is not None and not self.overlap else other
 
-    def plans(self, counts: Counts, routes: list[Route]) -> list[Plan]:
-        """Where the rows of each part go, found while they are on their way."""
-        return plan_pieces(counts.received, self.sizes, [sum(route.received) for route in routes])
-
     def serve(
-        self, visit: Visit, handle: torch.Tensor, compute: Run, w13: torch.Tensor, w2: torch.Tensor
+        self,
+        visit: Visit,
+        handle: torch.Tensor,
+        compute: Callable[..., torch.Tensor],
+        plan: Callable[..., list[Any]],
+        w13: torch.Tensor,
+        w2: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """The local experts on what arrives, a part at a time (:meth:`model.experts.Experts.forward`).
 
         Returns:
             A handle for the results of each part, which are on their way back.
         """
-        handles = []
+        handles, assignments = [], self.assignments(visit, plan)
         for part, matrices in enumerate(zip(self.cut(w13), self.cut(w2), strict=True)):
             rows, weights = visit.out.finish(part, handle)
-            run = functools.partial(_with_matrices, compute, matrices)
-            result = self.run_experts(run, part, rows.to(w13.dtype), weights, visit)
+            (experts, most), idle = assignments[part], len(rows) == 0
+            if idle:  # kernels are given a row at least: one that goes nowhere
+                rows, weights = F.pad(rows, (0, 0, 0, 1)), F.pad(weights, (0, 0, 0, 1))
+                experts, most = torch.full(weights.shape, self.sizes[part], device=rows.device), 1
+            result = compute(rows.to(w13.dtype), experts, weights, *matrices, most)
             del rows  # the experts may keep them in an order of their own
-            handles.append(visit.back.start(part, result))
+            handles.append(visit.back.start(part, result[:0] if idle else result))
         return tuple(handles)
+
+    def assignments(self, visit: Visit, plan: Callable[..., list[Any]]) -> list[tuple[Any, int]]:
+        """For each part local ids int64 (T, slots) or their plan, and how many go somewhere.
+
+        Args:
+            plan: :func:`model.permute.plan_pieces`. What it needs is known before the rows are here.
+        """
+        return list(zip(plan(visit.counts.received, self.sizes, visit.rows), visit.rows, strict=True))
 
     def cut(self, matrices: torch.Tensor) -> Sequence[torch.Tensor]:
         """Those of each part, (E, ...) -> (experts of the part, ...). Their gradients are put together by one copy."""
         matrices = on_this_rank(matrices)
         return (matrices,) if len(self.sizes) == 1 else matrices.split(self.sizes)
-
-    def run_experts(self, run: Run, part: int, rows: torch.Tensor, weights: torch.Tensor, visit: Visit) -> torch.Tensor:
-        """The experts of ``part`` on what has arrived for them."""
-        if len(rows) == 0:
-            return self.run_nowhere(run, part, rows, weights)
-        return run(rows, visit.plans[part], weights, len(rows))
-
-    def run_nowhere(self, run: Run, part: int, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The experts of ``part`` on nothing. Kernels are given a row at least: one that goes nowhere."""
-        rows, weights = F.pad(rows, (0, 0, 0, 1)), F.pad(weights, (0, 0, 0, 1))
-        ids = torch.full(weights.shape, self.sizes[part], device=rows.device)
-        return run(rows, ids, weights, 1)[:0]
-
-
-def _with_matrices(
-    compute: Run, matrices: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, experts: Any, weights: Any, rows: int
-) -> torch.Tensor:
-    return compute(x, experts, weights, *matrices, rows)
 
 
 @functools.cache

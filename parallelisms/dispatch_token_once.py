@@ -4,11 +4,13 @@ Choosing 8 of 64 experts at random on 8 ranks, a token needs 5.4 of them on aver
 than a row for each choice. The sum over a rank's experts is taken there, and rounded there when rows are bfloat16.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
-from model.permute import Plan
-from parallelisms.dispatch_all_to_all import AllToAll, Run, Visit
-from parallelisms.token_exchange import Counts, Order, Route, sort_rows
+from parallelisms.dispatch_all_to_all import AllToAll, Visit
+from parallelisms.token_exchange import Order, Route, sort_rows
 
 
 class TokenOnce(AllToAll):
@@ -37,14 +39,7 @@ class TokenOnce(AllToAll):
         """The first number of each pair is that of rows."""
         return [Route([rows for rows, _ in sent], [rows for rows, _ in received], self.group)]
 
-    def plans(self, counts: Counts, routes: list[Route]) -> list[Plan]:
-        """None: what arrives is sorted by its ids."""
-        return []
-
-    def run_experts(self, run: Run, part: int, rows: torch.Tensor, weights: torch.Tensor, visit: Visit) -> torch.Tensor:
-        """The local experts, one part, on what has arrived, sorted there."""
-        (ids,) = visit.labels.wait(part)
-        if len(rows) == 0:
-            return self.run_nowhere(run, part, rows, weights)
-        chosen = sum(choices for _, choices in visit.counts.read()[1])
-        return run(rows, ids.long(), weights, chosen)
+    def assignments(self, visit: Visit, plan: Callable[..., list[Any]]) -> list[tuple[Any, int]]:
+        """Ids as they were sent, last of all; what has arrived is sorted by them."""
+        (ids,) = visit.labels.wait(0)
+        return [(ids.long(), sum(choices for _, choices in visit.counts.read()[1]))]

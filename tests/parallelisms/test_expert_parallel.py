@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.permute import Plan, ids_of
+from model.permute import Plan, ids_of, plan_pieces
 from parallelisms.expert_parallel import DISPATCHERS
 from parallelisms.materialize import materialize
 from parallelisms.names import named_parameters
@@ -94,7 +94,7 @@ def exchange(kind: str, everyones: list[torch.Tensor], parts: int) -> int:
 
     def local(handle, serve):
         factors = torch.arange(1.0, 9.0).view(2, 4)[group.rank()]
-        return serve(handle, compute, factors, factors)
+        return serve(handle, compute, plan_pieces, factors, factors)
 
     with Sent(16) as sent:
         out, _ = dispatcher(x, experts, weights, None, local)
