@@ -1,7 +1,14 @@
 """FSDP2 beyond parity: the dtype of what is gathered and reduced, and how far ahead blocks are gathered."""
 
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
+from config.flavors import resolve_shape
+from model.attention import attention_backend
+from model.decoder import Decoder
+from parallelisms.data_parallel import apply_fsdp
 from parallelisms.names import named_parameters
 from tests import ranks
 from tests.fingerprint import Traffic, axes_of
@@ -66,3 +73,23 @@ def test_blocks_are_gathered_as_far_ahead_as_asked(depth):
     # for; five blocks once more, in backward, where FSDP2 by itself gathers one unit ahead.
     assert forward == [min(2 + i + (depth or 0), 6) for i in range(4)] + [7 if depth else 6]
     assert backward == [min(8 + i + (depth or 1), 12) for i in range(5)]
+
+
+def offload_policies() -> list[bool]:
+    """Of each unit of a model on the meta device, whether its shards are told to live in CPU memory."""
+    config = sparse()
+    with torch.device("meta"):
+        shape = resolve_shape(config.model, config.moe)
+        model = Decoder(shape, attention_backend("sdpa"), max_positions=32, moe=config.moe)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    dtypes = dict.fromkeys(("param_dtype", "reduce_dtype", "router_dtype"), torch.float32)
+    apply_fsdp(model, mesh, reshard_after_forward="default", cpu_offload=True, **dtypes)
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    groups = [group for unit in units if (group := unit._get_fsdp_state()._fsdp_param_group) is not None]
+    return [all(parameter.offload_to_cpu for parameter in group.fsdp_params) for group in groups]
+
+
+def test_cpu_offload_is_of_every_unit():
+    """Embedding, blocks, their routers, norm and head. A CPU has no such copies: tests on GPUs see what they train."""
+    found = ranks.run(2, offload_policies)[0]
+    assert len(found) > 4 and all(found)
