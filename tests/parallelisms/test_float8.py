@@ -158,6 +158,8 @@ def steps(config: Config, folder: Path | None = None) -> tuple[list[float], dict
     assert bool(cast) == config.quantize.linear.float8.enable_fsdp_float8_all_gather
     assert all(shard._precomputed_scale is not None for shard in cast), "found by one reduction after the update"
     weights = {name: plain_weight(parameter.detach()) for name, parameter in named_parameters(model)}
+    held = [w.to_local() if isinstance(w, DTensor) else w for w in weights.values()]
+    assert {type(w) for w in held} <= {torch.Tensor, nn.Parameter}, "to be read where there is no torchao"
     return losses, {n: w.full_tensor() if isinstance(w, DTensor) else w for n, w in weights.items()}, norms
 
 
