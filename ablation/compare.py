@@ -13,8 +13,17 @@ from ablation.document import DASH, Numbers, Table
 from ablation.report import write_report
 from ablation.report_noise import noise_blocks
 from ablation.result import Rule, build_result
+from ablation.run_files import left_nothing
 from ablation.runs import find_runs
-from ablation.wording import decision_line, expectation_line, loss_cell, memory_cell, metric_cell, speed_cell
+from ablation.wording import (
+    decision_line,
+    expectation_line,
+    left_nothing_line,
+    loss_cell,
+    memory_cell,
+    metric_cell,
+    speed_cell,
+)
 from config.errors import ConfigError
 
 
@@ -72,6 +81,7 @@ def compare_directories(
         folder = folder.parent
     result = build_result(runs, older, rule)
     result["directory"] = os.path.relpath(folder)
+    result["left_nothing"] = [os.path.relpath(log.resolve(), folder) for log in left_nothing([*paths, *against])]
     for row in result["runs"]:
         row["directory"] = os.path.relpath(Path(row["directory"]).resolve(), folder)
     return result, out or Path(os.path.relpath(folder)) / "report"
@@ -93,6 +103,7 @@ def console(result: dict[str, Any]) -> str:
         remarks += [f"{c['arm']}: {item['status']}: {item['name']}: {item['reason']}" for item in told]
         if expectation_line(c):
             remarks.append(f"{c['arm']}: {expectation_line(c)}")
+    remarks += [left_nothing_line(result)] if result["left_nothing"] else []
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     if not result["comparisons"]:

@@ -27,6 +27,7 @@ from ablation.report_noise import noise_blocks, noise_cards
 from ablation.wording import (
     decision_line,
     expectation_line,
+    left_nothing_line,
     loss_cell,
     loss_decimals,
     memory_cell,
@@ -95,7 +96,8 @@ def _first_screen(result: dict[str, Any]) -> list[Block]:
     question = str(result["question"].get("question") or f"{result['baseline']} against its alternatives")
     first = Cards(cards or noise_cards(result))
     decided = Text(decision_line(result).text, "muted")
-    return [Heading(result["name"], 1), Text(question), first, *_baselines(numbers), decided]
+    lost = [Text(left_nothing_line(result), "bad")] if result["left_nothing"] else []
+    return [Heading(result["name"], 1), Text(question), first, *lost, *_baselines(numbers), decided]
 
 
 def _baselines(numbers: Numbers) -> list[Text]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ablation.document import DASH, Block, Card, Cell, Heading, Number, Numbers, Table, Text, cell, digits
+from ablation.sides import listed
 from ablation.wording import validity_cell
 
 
@@ -79,6 +80,9 @@ def noise_blocks(result: dict[str, Any]) -> list[Block]:
                 cell(DASH), _held(aa["speed"]["against_itself"]["interval"], 1.0),
             ])  # fmt: skip
     for label, drift in result["drift"].items():
+        if drift["moved"]:
+            told = cell(f"not the same: {listed(drift['moved'])}", tone="warning")
+            rows.append([cell(f"{label}: now against then"), cell(DASH), cell(DASH), told])
         for name, ratio in (("loss", False), ("speed", True)):
             if drift[name]:
                 path = f"drift/{label}/{name}"

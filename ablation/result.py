@@ -21,6 +21,7 @@ from ablation.contrasts import contrasts
 from ablation.evidence import checklist, commands, curves, environment, expert_load, run_row
 from ablation.measures import throughput, value_at_tokens
 from ablation.runs import TRAIN_LOSS, VALIDATION_LOSS, Run, latest_question
+from ablation.sameness import moved_settings
 from ablation.sides import Sides, declared_variables
 from ablation.statistics import CONFIDENCE, paired_estimate, unpaired_estimate
 from ablation.tuning import Tuned, best_point
@@ -191,16 +192,17 @@ def _bridged(
 
 def _drift(old: Sequence[Run], new: Sequence[Run], metric: str, tokens: float) -> dict[str, Any]:
     """The baseline now against the baseline then: loss difference and tokens/s ratio, paired by seed where seeds
-    agree.
+    agree. ``moved``: what else has changed; then there are no numbers, which would pass for a drift of the machine.
     """
-    table: dict[str, Any] = {}
+    table: dict[str, Any] = {"loss": None, "speed": None, "moved": moved_settings(old[0], new[0])}
+    if table["moved"]:
+        return table
     sides = [{run.seed: run for run in reversed(runs) if run.repeat == 0} for runs in (old, new)]
     for name, of in (("loss", lambda run: value_at_tokens(run, metric, tokens)), ("speed", throughput)):
         values = [finite_values(list(side.values()), of) for side in sides]
         if name == "speed":
             values = [{seed: math.log(v) for seed, v in side.items()} for side in values]
         if not all(values):
-            table[name] = None
             continue
         shared = [seed for seed in values[1] if seed in values[0]]
         estimate = (
@@ -284,6 +286,7 @@ def _result(
         "commands": commands(runs),
         "checklist": checklist(runs, tables),
         "runs": [run_row(run, run.arm, metric, tokens) for run in runs],
+        "left_nothing": [],
     }  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from ablation.differences import NAMING_KEYS
 from ablation.held_out import Series, read_evaluations
+from ablation.run_files import flatten, merged_lines, read_object
 from config.errors import ConfigError
 
 # Keys that name a run or its luck, and not what is trained.
@@ -111,7 +112,7 @@ class Run:
 
     def lines_of(self, name: str) -> list[dict[str, Any]]:
         """The lines of another file of one object a step, as those of metrics.jsonl; empty without the file."""
-        return _merged_lines(self.path, name)
+        return merged_lines(self.path, name)
 
     @cached_property
     def step_times(self) -> dict[int, float]:
@@ -140,66 +141,13 @@ class Run:
         return step not in self.excluded_steps and 0.0 < self.step_times[step] < math.inf
 
 
-def flatten(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested TOML tables as full key -> value. Lists of tables are values."""
-    flat: dict[str, Any] = {}
-    for name, value in tables.items():
-        if isinstance(value, dict):
-            flat.update(flatten(value, f"{prefix}{name}."))
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}: not valid JSON ({error}); restore the file or leave this run out") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: an object was expected; restore the file or leave this run out")
-    return value
-
-
-def _metric_lines(path: Path) -> list[dict[str, Any]]:
-    """Lines of one file; a torn last line is a kill: dropped."""
-    lines = []
-    texts = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    for number, text in enumerate(texts, start=1):
-        try:
-            line = json.loads(text)
-            lines.append(line | {"step": int(line["step"])})
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-            if number < len(texts):
-                raise ConfigError(
-                    f"{path}, line {number}: not a metrics object ({error}); leave this run out"
-                ) from None
-    return lines
-
-
-def _merged_lines(path: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    """Lines by step over all attempts: where a run continued from a checkpoint, what came before lies in attempts/.
-
-    A later attempt replaces everything from its own first step on.
-    """
-    attempts = sorted((path / "attempts").glob("[0-9]*"), key=lambda folder: int(folder.name))
-    merged: dict[int, dict[str, Any]] = {}
-    for folder in (*attempts, path):
-        lines = _metric_lines(folder / name)
-        first = min((line["step"] for line in lines), default=math.inf)
-        merged = {step: line for step, line in merged.items() if step < first} | {line["step"]: line for line in lines}
-    return [merged[step] for step in sorted(merged)]
-
-
 def read_run(path: Path) -> Run:
     """Read one run directory.
 
     Raises:
         ConfigError: run.json or config.toml is missing or broken, or a line of metrics.jsonl is.
     """
-    record = _json(path / "run.json")
+    record = read_object(path / "run.json")
     missing = [key for key in ("tokens_per_step", "seeds", "world_size") if key not in record]
     if missing:
         raise ConfigError(
@@ -214,7 +162,7 @@ def read_run(path: Path) -> Run:
     state, finish = "unfinished", {}
     for candidate in ("FAILED", "DONE"):
         if (path / candidate).exists():
-            state, finish = candidate, _json(path / candidate)
+            state, finish = candidate, read_object(path / candidate)
     entry = record.get("ablation") or {}
     patch = path / "dirty.patch"
     place = _DIRECTORY.match(path.name)
@@ -223,8 +171,8 @@ def read_run(path: Path) -> Run:
         path=path,
         config=config,
         record=record,
-        environment=_json(path / "environment.json"),
-        lines=_merged_lines(path),
+        environment=read_object(path / "environment.json"),
+        lines=merged_lines(path),
         state=state,
         finish=finish,
         patch_hash=hashlib.sha256(patch.read_bytes()).hexdigest() if patch.exists() else "",

@@ -5,6 +5,7 @@ commit.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -36,6 +37,16 @@ def effective_difference(baseline: Run, candidate: Run) -> dict[str, tuple[Any, 
     sides = [defaults | run.config for run in (baseline, candidate)]
     pairs = config_difference(baseline, candidate)
     return {key: pair for key, pair in pairs.items() if not all(is_inert(key, side) for side in sides)}
+
+
+def moved_settings(old: Run, new: Run) -> list[str]:
+    """What keeps two runs of one arm, made at different times, from being the same: keys, where an absent one has its
+    default, and the corpus.
+    """
+    defaults = {name: key.default for name, key in all_keys().items()}
+    before, after = defaults | old.config, defaults | new.config
+    moved = [key for key in config_difference(old, new) if before.get(key) != after.get(key)]
+    return moved + ["the corpus"] * (old.record.get("corpus_hash") != new.record.get("corpus_hash"))
 
 
 def change_of(sides: Sides) -> tuple[set[str], set[str], list[str]]:
@@ -174,7 +185,15 @@ def seeds(sides: Sides) -> Item:
     alone += [f"{seed} asked for and missing" for seed in sorted(asked - set(base) - set(candidate))]
     if alone:
         return Item(name, "INVALID", f"seed {listed(alone)}: a missing seed may be missing for a reason")
+    if twice := _twice(sides.baseline) + _twice(sides.candidate):
+        return Item(name, "INVALID", f"{listed(twice)}: only one of two runs can be the pair; leave one directory out")
     return Item(name, "ok", listed(shared))
+
+
+def _twice(side: Sequence[Run]) -> list[str]:
+    """Seeds that one side holds more than once, as when two directories of one question are given."""
+    counts = Counter((run.seed, run.repeat) for run in side)
+    return [f"seed {seed} is {count} times in {side[0].arm}" for (seed, _), count in counts.items() if count > 1]
 
 
 def _over_pairs(sides: Sides) -> list[tuple[Run, Run]]:

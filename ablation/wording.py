@@ -128,6 +128,12 @@ def decision_line(result: dict[str, Any]) -> Cell:
     return cell(*parts)
 
 
+def left_nothing_line(result: dict[str, Any]) -> str:
+    """The runs that no table shows, because they ended before they had a run directory; empty if there are none."""
+    logs = result["left_nothing"]
+    return f"Started, and left no run directory: {', '.join(logs)}. They are in no table." if logs else ""
+
+
 def expectation_line(comparison: dict[str, Any]) -> str:
     """What became of ``expected = "loss-neutral"``; empty if nothing was promised."""
     return {

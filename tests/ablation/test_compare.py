@@ -13,7 +13,10 @@ from typing import Any
 
 import pytest
 
+from ablation.aa import noise_bands
 from ablation.compare import main
+from ablation.comparisons import PartData
+from ablation.measures import lower_is_better
 from ablation.report_content import content
 from ablation.report_markdown import render_markdown
 from ablation.result import Rule, build_result
@@ -181,6 +184,69 @@ def test_a_a_runs_have_a_validity_box_each(tmp_path):
     }
 
 
+def noise_of(folder: Path, seeds: list[str]) -> dict[str, Any]:
+    baseline = [run for run in find_runs([folder]) if run.arm == "wd_0.1"]
+    return noise_bands(baseline, seeds, "validation_metrics/loss", 60 * 2048)
+
+
+def test_noise_is_measured_on_runs_that_are_fit_and_alike(tmp_path):
+    folder = write_ablation(tmp_path, {"wd_0.1": three_arms()["wd_0.1"]})
+    assert noise_of(folder, ["1", "2", "3"])["loss"]["seeds"] == ["1", "2", "3", "4", "5", "6"]
+    (folder / "wd_0.1" / "seed4-1gpu" / "DONE").rename(folder / "wd_0.1" / "seed4-1gpu" / "FAILED")
+    for seed, name, change in ((5, "DONE", {"skipped_steps": 3}), (6, "run.json", {"corpus_hash": "other"})):
+        path = folder / "wd_0.1" / f"seed{seed}-1gpu" / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert noise_of(folder, ["1", "2", "3"])["loss"]["seeds"] == ["1", "2", "3"]
+    for seed, moved in ((2, 0.01), (3, 0.002)):
+        path = folder / "wd_0.1" / f"seed{seed}-1gpu-repeat1" / "metrics.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines[-1]["validation_metrics/loss"] += moved
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert noise_of(folder, ["1", "2", "3"])["speed"]["repeat_loss_difference"] == pytest.approx(0.01)
+
+
+def test_over_device_counts_the_widest_band_holds_for_all(tmp_path):
+    undeclared = {"decide": {"metric": "validation_metrics/loss", "step": 60}}
+    for gpus, noise in ((1, Noise(speed=0.002)), (2, Noise(seed=0.05, speed=0.01)), (4, Noise(speed=0.001))):
+        write_ablation(tmp_path, three_arms(), gpus=gpus, noise=noise, question=undeclared)
+    result = result_of(tmp_path)
+    loss, speed = ([aa[part] for aa in result["aa"].values()] for part in ("loss", "speed"))
+    assert result["decision"]["band"] == max(part["band"] for part in loss) > min(part["band"] for part in loss)
+    assert result["decision"]["speed_band"] == pytest.approx(max(part["band"] for part in speed))
+    assert max(part["band"] for part in speed) < 0.05
+
+
+def test_a_repeat_of_a_candidate_does_not_take_the_place_of_its_run(tmp_path):
+    for seed in (1, 2):
+        write_run(tmp_path / f"base-{seed}", seed=seed, order=seed)
+        for again in (0, 1):
+            truth = Arm({"optimizer.lr": 1e-3}, loss=1.0 * again)
+            write_run(tmp_path / f"high-{seed}-{again}", seed=seed, order=seed, truth=truth)
+    (comparison,) = result_of(tmp_path)["comparisons"]
+    assert comparison["loss"]["n"] == 2 and comparison["loss"]["value"] == pytest.approx(0.0, abs=0.01)
+
+
+def test_a_seed_that_was_run_counts_after_it_was_taken_out_of_the_question(tmp_path):
+    folder = write_ablation(tmp_path, three_arms(), question={"aa": False})
+    for path in folder.glob("*/*/run.json"):
+        record = json.loads(path.read_text())
+        record["ablation"]["question"]["seeds"] = [1, 2]
+        path.write_text(json.dumps(record))
+    for comparison in result_of(folder)["comparisons"]:
+        assert comparison["loss"]["n"] == 3 and comparison["loss"]["word"] != "INVALID"
+
+
+def test_differences_are_taken_by_seed_and_not_by_place():
+    part = PartData({"1": 1.0, "2": 2.0}, {"2": 2.5, "1": 1.1}, [], [], ratio=False)
+    assert part.differences == {"2": 0.5, "1": pytest.approx(0.1)}
+
+
+def test_more_is_better_of_rates_alone():
+    names = ("throughput(tps)", "tflops", "mfu(%)", "tokens/s/device")
+    assert not any(lower_is_better(name) for name in names)
+    assert lower_is_better("validation_metrics/loss") and lower_is_better("grad_norm")
+
+
 def test_a_noisy_machine_is_no_licence_for_equivalence(tmp_path):
     """Repeats that differ by half give no band of half in which everything is equivalent."""
     result = result_of(write_ablation(tmp_path, three_arms(), noise=Noise(speed=0.3)))
@@ -235,9 +301,14 @@ def test_tuned_arms_meet_at_their_best_points(tmp_path):
     assert [item["status"] for item in edge] == ["ok", "warning"] and "0.001 is the largest tried" in edge[1]["reason"]
     assert [p["best"] for p in result["tune"]["wd_0.1"]] == [False, True, False]
     assert items(comparison)["one variable changed"][0] == "ok"
+    # The choice rests on the compared seeds: the disjoint ones of the A/A runs, which only one point has, do not count.
+    assert [p["n"] for p in result["tune"]["wd_0.1"]] == [2, 2, 2]
     (tmp_path / "q" / "wd_0.01" / "lr-0.0001" / "seed2-1gpu" / "run.json").unlink()
     broken = by_arm(result_of(tmp_path / "q"))["wd_0.01"]
     assert broken["loss"]["word"] == "INVALID" and "grid points have 1, 2 seeds" in " ".join(broken["loss"]["invalid"])
+    (tmp_path / "q" / "wd_0.01" / "lr-0.0001" / "seed1-1gpu" / "run.json").unlink()
+    broken = by_arm(result_of(tmp_path / "q"))["wd_0.01"]
+    assert "wd_0.01: no run at optimizer.lr = 0.0001" in " ".join(broken["loss"]["invalid"])
 
 
 def test_an_older_directory_is_bridged_over_the_baseline_and_its_drift_shown(tmp_path):
@@ -257,6 +328,18 @@ def test_an_older_directory_is_bridged_over_the_baseline_and_its_drift_shown(tmp
     drift = result["drift"]["wd_0.1"]
     assert drift["loss"]["value"] == pytest.approx(0.02, abs=0.001)
     assert drift["speed"]["value"] == pytest.approx(1.1, abs=0.02)
+
+
+def test_a_baseline_that_was_configured_otherwise_has_no_drift(tmp_path):
+    """The difference would be that of the configurations."""
+    arms = three_arms()
+    changed = {"wd_0.1": Arm(arms["wd_0.1"].config | {"optimizer.lr": 1e-4, "metrics.log_freq": 10}, loss=1.0)}
+    older, newer = write_ablation(tmp_path / "old", changed), write_ablation(tmp_path / "new", arms)
+    result = build_result(find_runs([newer]), find_runs([older]))
+    # A key that one side did not write has its default there: metrics.log_freq has not moved.
+    assert result["drift"] == {"wd_0.1": {"loss": None, "speed": None, "moved": ["optimizer.lr"]}}
+    text = render_markdown(content(result | {"directory": "new"}, set()))
+    assert "not the same: optimizer.lr" in text
 
 
 def test_without_a_baseline_of_its_own_the_comparison_is_unpaired(tmp_path):
@@ -301,6 +384,12 @@ def test_the_console_and_exit_codes(tmp_path, capsys, monkeypatch):
         and "Decided on validation_metrics/loss at step 60" in out
     )
     assert all(len(line) < 260 for line in out.splitlines())
+    # An arm whose every run ended before it had a directory is nowhere but here.
+    (folder / "wd_0.3").mkdir()
+    (folder / "wd_0.3" / "seed1-1gpu.log").write_text("refused\n")
+    assert main([str(folder)]) == 0
+    told = "Started, and left no run directory: wd_0.3/seed1-1gpu.log. They are in no table."
+    assert told in capsys.readouterr().out and told in (folder / "report" / "report.md").read_text()
     assert main([str(tmp_path / "nowhere")]) == 2
     assert "no such directory" in capsys.readouterr().err
     assert main([str(folder), "--metric", "grad_norm"]) == 2
@@ -344,5 +433,13 @@ def test_a_factorial_tells_the_interaction_and_a_ladder_its_steps(tmp_path):
     assert entry["kind"] == "against wd" and entry["loss"]["value"] == pytest.approx(-0.06, abs=0.004)
     (folder / "wd" / "seed2-1gpu" / "DONE").unlink()
     assert result_of(folder)["contrasts"][0]["loss"] is None
+    rungs = {"wd_0.1": Arm(base)}
+    for name, key, loss in (("a", "weight_decay", -0.03), ("a+b", "eps", -0.05), ("a+b+c", "lr", -0.06)):
+        config = list(rungs.values())[-1].config | {f"optimizer.{key}": 0.001}
+        rungs[name] = Arm(config, loss=loss)
+    declared = {"variable": ["optimizer.weight_decay", "optimizer.eps", "optimizer.lr"], "design": "ladder"}
+    steps = result_of(write_ablation(tmp_path, rungs, name="m", question=question | declared, noise=quiet))["contrasts"]
+    assert [entry["kind"] for entry in steps] == ["against a", "against a+b"]
+    assert [entry["loss"]["value"] for entry in steps] == pytest.approx([-0.02, -0.01], abs=0.004)
     text = render_markdown(content(ladder | {"directory": "l"}, set()))
     assert "Steps of the ladder" in text and "| wd+eps | against wd |" in text

@@ -26,6 +26,7 @@ def test_a_task_is_a_row_of_the_paired_table(tmp_path):
         for seed in (1, 2, 3):
             write(folder / arm / f"seed{seed}-1gpu", 60, 0.3 + 0.1 * seed + effect)
             write(folder / arm / f"seed{seed}-1gpu", 60, 0.9, limit=3)
+            write(folder / "wd_0.2" / f"seed{seed}-1gpu", 60, 0.9, limit=3)
     result = build_result(find_runs([folder]))
     rows = {c["arm"]: {row["name"]: row for row in c["metrics"]} for c in result["comparisons"]}
     row = rows["wd_0.01"]["arc/acc"]

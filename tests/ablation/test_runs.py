@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ablation.evidence import curves
+from ablation.evidence import curves, run_row
 from ablation.measures import (
     median_step,
     seconds_to_reach,
@@ -15,7 +15,15 @@ from ablation.measures import (
     value_at_seconds,
     value_at_tokens,
 )
-from ablation.runs import VALIDATION_LOSS, config_difference, derived_difference, find_runs, read_run
+from ablation.run_files import left_nothing
+from ablation.runs import (
+    VALIDATION_LOSS,
+    config_difference,
+    derived_difference,
+    find_runs,
+    latest_question,
+    read_run,
+)
 from config.errors import ConfigError
 from tests.ablation.synthetic import QUESTION, Arm, Noise, three_arms, write_ablation, write_run
 
@@ -169,3 +177,31 @@ def test_a_run_continued_from_a_checkpoint_is_read_over_its_attempts(tmp_path):
     (path / "metrics.jsonl").write_text("\n".join(lines[steps.index(25) :]) + "\n")
     run = read_run(path)
     assert run.lines == whole.lines and run.steady_times == whole.steady_times and run.attempts == 1
+    assert run_row(run, "a", VALIDATION_LOSS, 60 * 2048)["attempts"] == 2
+    # Killed again after step 25: what the first attempt made of steps 30 and 35 is no longer this run's.
+    (path / "metrics.jsonl").write_text(lines[steps.index(25)] + "\n")
+    assert [line["step"] for line in read_run(path).lines] == [0, 5, 10, 15, 20, 25]
+
+
+def test_attempts_are_read_in_the_order_of_their_numbers(tmp_path):
+    path = write_run(tmp_path / "r")
+    for number, norm in ((2, 2.0), (9, 9.0), (10, 10.0)):
+        (path / "attempts" / str(number)).mkdir(parents=True)
+        text = json.dumps({"step": 5, "grad_norm": norm}) + "\n"
+        (path / "attempts" / str(number) / "metrics.jsonl").write_text(text)
+    (path / "metrics.jsonl").write_text("")
+    assert read_run(path).series("grad_norm") == [(5, 10.0)]
+
+
+def test_the_question_is_that_of_the_run_that_started_last(tmp_path):
+    for order, seeds in ((7, [1, 2, 3]), (3, [1, 2])):
+        write_run(tmp_path / str(order), name="q", arm="a", order=order, question=QUESTION | {"seeds": seeds})
+    assert latest_question(find_runs([tmp_path]))["seeds"] == [1, 2, 3]
+
+
+def test_a_run_that_left_no_directory_is_known_by_its_log(tmp_path):
+    path = write_run(tmp_path / "q" / "a" / "seed1-1gpu", name="q", arm="a")
+    (tmp_path / "q" / "b").mkdir()
+    for log in (path.with_name("seed1-1gpu.log"), tmp_path / "q" / "b" / "seed1-1gpu-repeat2.log"):
+        log.write_text("model.dim = 3: is odd\n")
+    assert left_nothing([tmp_path, tmp_path / "q"]) == [tmp_path / "q" / "b" / "seed1-1gpu-repeat2.log"]

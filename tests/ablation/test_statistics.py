@@ -108,6 +108,8 @@ def test_spreads():
     pairs = [(a - b) ** 2 for a, b in itertools.combinations(values, 2)]
     assert spread_of_differences(values) == pytest.approx(math.sqrt(sum(pairs) / len(pairs)))
     assert pooled_spread([[1.0, 2.0], [5.0], [10.0, 13.0]]) == pytest.approx(math.sqrt((1 + 9) / 2))
+    by_size = pooled_spread([[1.0, 2.0], [10.0, 13.0, 16.0]])  # variances 0.5 and 9, with 1 and 2 degrees of freedom
+    assert by_size == pytest.approx(math.sqrt(2 * (0.5 + 2 * 9) / 3))
     assert pooled_spread([[1.0], [2.0]]) is None and spread_of_differences([1.0]) is None
     assert quantile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.5 and quantile([1.0, 2.0, 3.0], 0.95) == pytest.approx(2.9)
 
@@ -170,7 +172,8 @@ def test_recommended_seeds():
     assert seeds_for(1.0, 0.0) is None and seeds_for(100.0, 1.0) is None
     at_one = judge(paired_estimate([0.03]), BAND, lower_is_better=True, noise=0.01)
     assert at_one.needs == seeds_for(0.01, 0.025)
-    assert judge(paired_estimate([0.0, 0.004]), BAND, lower_is_better=True).needs > 2
+    at_four = judge(paired_estimate([0.0, 0.004, 0.008, 0.012]), BAND, lower_is_better=True)  # sd sqrt(80 / 3) 1e-3
+    assert at_four.needs == seeds_for(math.sqrt(80 / 3) * 1e-3, 0.001)
 
 
 def _loss_pairs(rng: random.Random, effect: float, n: int) -> list[float]:

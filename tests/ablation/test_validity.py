@@ -113,6 +113,12 @@ def test_another_corpus(folder):
     expect(folder, "same corpus", "INVALID", "d00dd00dd00d in wd_0.01/seed2-1gpu")
 
 
+def test_a_corpus_that_no_run_recorded_is_not_known_to_be_the_same(folder):
+    for path in folder.glob("*/seed*"):
+        edit(folder, "run.json", {"corpus_hash": None}, (path.parent.name, path.name))
+    assert judged(folder)[1] == {"same corpus": ("warning", "not recorded by every run")}
+
+
 def test_another_tokenizer(folder):
     edit(folder, "run.json", {"tokenizer": {"kind": "bytes", "vocab_size": 258, "fingerprint": "b"}})
     expect(folder, "same tokenizer", "INVALID", "kind bytes, vocab_size 258")
@@ -147,6 +153,20 @@ def test_a_missing_seed(folder):
     expect(folder, "same seeds on both sides", "INVALID", "2 only in wd_0.1")
 
 
+def test_a_seed_missing_in_the_baseline(folder):
+    (folder / "wd_0.1" / "seed2-1gpu" / "run.json").unlink()
+    expect(folder, "same seeds on both sides", "INVALID", "2 only in wd_0.01")
+
+
+def test_two_directories_of_one_question_hold_every_seed_twice(folder, tmp_path):
+    """Only one of two runs of a seed can be its pair, and neither is better than the other."""
+    again = {name: Arm(arm.config, loss=-0.5) for name, arm in three_arms().items() if name != "wd_0.2"}
+    write_ablation(tmp_path / "again", again)
+    (comparison,) = build_result(find_runs([folder, tmp_path / "again"]))["comparisons"]
+    assert comparison["loss"]["word"] == comparison["speed"]["word"] == "INVALID"
+    assert "seed 2 is 2 times in wd_0.01" in comparison["loss"]["invalid"][0]
+
+
 def test_a_seed_missing_on_both_sides(folder):
     for arm in ("wd_0.01", "wd_0.1"):
         (folder / arm / "seed2-1gpu" / "run.json").unlink()
@@ -176,6 +196,7 @@ def test_no_seed_in_common(folder):
         ({"gpu_name": "Other GPU"}, "same host and device model", "gpu_name Example GPU and Other GPU"),
         ({"torch": "2.11.0"}, "same versions and environment variables", "torch 2.13.0 and 2.11.0"),
         ({"driver": "2.0"}, "same versions and environment variables", "driver 1.0 and 2.0"),
+        ({"matmul_precision": "high"}, "same versions and environment variables", "matmul_precision highest and high"),
         ({"env": {"NCCL_ALGO": "Ring"}}, "same versions and environment variables", "NCCL_ALGO"),
         ({"git_commit": "b" * 40}, "same commit, clean tree", "aaaaaaaaaaaa and bbbbbbbbbbbb"),
         ({"git_dirty": True}, "same commit, clean tree", "uncommitted changes differ"),
@@ -233,8 +254,8 @@ def test_nan_at_the_decision(folder):
 
 
 def test_skipped_steps(folder):
-    edit(folder, "DONE", {"skipped_steps": 2})
-    expect(folder, "no NaN, no skipped step", "INVALID", "skipped 2 steps")
+    edit(folder, "DONE", {"skipped_steps": 1})
+    expect(folder, "no NaN, no skipped step", "INVALID", "skipped 1 steps")
 
 
 @pytest.mark.parametrize(
@@ -246,9 +267,10 @@ def test_memory_pressure_costs_the_speed_verdict_only(folder, tag, reason):
     expect(folder, "no allocation retry, no OOM", "INVALID", reason, loss=False)
 
 
-def test_order_that_was_not_interleaved_unpairs_speed_only(folder):
+@pytest.mark.parametrize("day", ["2026-11-05", "2026-10-05"], ids=["after", "before"])
+def test_order_that_was_not_interleaved_unpairs_speed_only(folder, day):
     for seed in (1, 2, 3):
-        edit(folder, "run.json", {"started": f"2026-11-05T0{seed}:00:00+00:00"}, ("wd_0.01", f"seed{seed}-1gpu"))
+        edit(folder, "run.json", {"started": f"{day}T0{seed}:00:00+00:00"}, ("wd_0.01", f"seed{seed}-1gpu"))
     expect(folder, "interleaved order", "unpaired", "one side ran after the other was over", loss=False)
 
 
@@ -284,8 +306,9 @@ def test_other_limits_of_clock_or_power(folder):
     expect(folder, "clocks not throttled", "INVALID", "power_limit_w 500.0, 700.0", loss=False)
 
 
-def test_a_rate_above_the_peak_is_a_measuring_error(folder):
-    edit_lines(folder, lambda line: line.update({"mfu(%)": 104.0}) if line["step"] == 35 else None)
+@pytest.mark.parametrize("tag", ["mfu(%)", "mfu_causal(%)"])
+def test_a_rate_above_the_peak_is_a_measuring_error(folder, tag):
+    edit_lines(folder, lambda line: line.update({tag: 104.0}) if line["step"] == 35 else None)
     expect(folder, "rates below the device's peak", "INVALID", "MFU 104.0 % at step 35", loss=False)
 
 
