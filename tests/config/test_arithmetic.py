@@ -1,10 +1,13 @@
 """Exact counts against published ones and against formulas written out by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from config.arithmetic import flops_per_token, parameter_counts, tensors
 from config.flavors import FLAVORS
 from config.memory import memory
+from config.shapes import MoEShape
 
 LLAMA = FLAVORS["llama3"]
 
@@ -55,6 +58,19 @@ def test_a_tied_head_counts_as_work_only_in_the_causal_formula():
     assert tied.causal_with_head == untied.causal_with_head
     assert untied.torchtitan - tied.torchtitan == 6 * 128_256 * 2048
     assert 53_400 * untied.torchtitan / 1e12 == pytest.approx(481, abs=2)
+
+
+def test_a_token_works_in_shared_experts_and_in_those_it_is_sent_to():
+    moe = MoEShape(num_experts=8, top_k=2, hidden_dim=48, num_shared_experts=1)
+    s = replace(LLAMA["debugmodel"], n_layers=3, moe=moe)
+    attention = s.dim * s.head_dim * (2 * s.n_heads + 2 * s.n_kv_heads)
+    block = attention + 8 * s.dim + 3 * s.dim * (2 * 48 + moe.shared_dim)
+    attended = s.n_layers * s.n_heads * s.head_dim
+    linear, head = s.n_layers * block, s.vocab_size * s.dim
+    flops = flops_per_token(s, 64)
+    assert moe.shared_dim > 0
+    assert flops.causal_with_head == 6 * (linear + head) + 6 * attended * 65
+    assert flops.torchtitan == 6 * (linear + head + (2 * s.n_layers + 1) * s.dim) + 12 * attended * 64
 
 
 def test_memory_of_ddp_and_fsdp():

@@ -59,6 +59,15 @@ def test_derived_numbers_and_their_rules():
     assert local["global_batch_size"].rule == "local_batch_size x data_parallel_degree"
 
 
+def test_ranks_that_share_a_sequence_do_not_multiply_tokens():
+    words = ["--training.global_batch_size", "8", "--training.local_batch_size", "2", "--training.seq_len", "128"]
+    one = derived(load(words).config, 1)
+    for degree in ("tensor_parallel_degree", "context_parallel_degree"):
+        numbers = derived(load([*words, f"--parallelism.{degree}", "2"]).config, 4)
+        assert numbers["data_parallel_degree"].value == 2
+        assert numbers["tokens_per_step"].value == one["tokens_per_step"].value == 1024
+
+
 def test_world_size_comes_from_torchrun_else_from_the_launcher(tmp_path):
     assert world_size_from({}) is None
     assert world_size_from({"NGPU": "4", "NNODES": "2"}) == 8

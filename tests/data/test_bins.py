@@ -99,6 +99,8 @@ def test_random_access_equals_reading_in_order(packing):
     sequences = source(packing)
     assert [sequences.read(i).tokens.tolist() for i in reversed(range(40))][::-1] == forwards
     assert forwards != [source(packing, seed=1).read(i).tokens.tolist() for i in range(40)]
+    first, second = (sequences.layout(epoch) for epoch in (0, 1))
+    assert first.documents.tolist() != second.documents.tolist() and first.order.tolist() != second.order.tolist()
 
 
 @pytest.mark.parametrize("packing", NAMES)

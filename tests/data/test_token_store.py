@@ -112,6 +112,9 @@ def test_the_corpus_hash_covers_what_changes_the_data(make_config):
     base = corpus_hash()
     assert corpus_hash(data__holdout_percent=20.0) != base
     assert corpus_hash(data__mask_boundary_labels=True) != base
+    parts = [{"corpus": "text", "path": make_config().data.path, "weight": weight} for weight in (1.0, 3.0)]
+    mixed = [corpus_hash(data__corpus="mixture", data__sources=each) for each in (parts, parts[::-1])]
+    assert mixed[0] != mixed[1]
     assert corpus_hash(data__prefetch_steps=3, training__seq_len=32, data__document_mask=True) == base
 
 

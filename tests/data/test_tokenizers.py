@@ -67,6 +67,9 @@ def test_bpe_never_sees_held_out_documents(make_config, tmp_path):
     assert held_out
     training = [text for text in rows if text not in held_out]
     assert sorted(bpe_sample(TextCorpus(config.data.path), 1e9, config.data.holdout_percent)) == sorted(training)
+    more = make_config(data__tokenizer="bpe", data__tokenizer_vocab_size=300, data__holdout_percent=60.0)
+    after = build_data(more, dp_rank=0, dp_degree=1)
+    assert after.tokenizer.fingerprint != before.tokenizer.fingerprint, "the one in the cache has seen what is held out"
 
 
 def test_bpe_sample_is_bounded_and_independent_of_order(tmp_path):

@@ -136,6 +136,15 @@ def test_the_line_a_user_sees(
     assert row["mfu_causal(%)"] == pytest.approx(row["mfu(%)"] / 2)
 
 
+def test_utilisation_is_of_each_devices_own_peak(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, 1e9)
+    metrics = make(run, device=torch.device("cuda"), world_size=4)
+    log(metrics, 5, StepTimes(1, [1.0] * 5, {}))
+    row = lines(run)[0]
+    # Four devices share 1,000 tokens of 2e6 operations a second: each does 5e8 of the 1e9 that it can.
+    assert (row["throughput(tps)"], row["mfu(%)"], row["mfu_causal(%)"]) == pytest.approx((250.0, 50.0, 25.0))
+
+
 def test_above_the_peak_is_refused(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch, 0.9e12)
     metrics = make(run, device=torch.device("cuda"), world_size=1, tokens_per_step=1_000_000)

@@ -14,7 +14,7 @@ import pytest
 from config.errors import ConfigError
 from config.load import Resolved, flatten, load_file
 from trainer import run_directory, run_lock
-from trainer.run_directory import open_run_directory, run_directory_state
+from trainer.run_directory import RunDirectory, open_run_directory, run_directory_state
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,8 +70,10 @@ def test_an_arm_is_named(tmp_path: Path) -> None:
         '[ablation]\nquestion = "?"\nvariable = "optimizer.lr"\nbaseline = "low"\n'
         "[arms.low]\noptimizer.lr = 1e-4\n[arms.high]\noptimizer.lr = 1e-3\n[training]\nglobal_batch_size = 8\n"
     )
-    run = open_it(load_file(file, {"job.run_dir": str(tmp_path / "run")}, arm="high"))
-    named = {"name": "rate", "arm": "high", "file": str(file)}
+    file.write_text(file.read_text().replace("[arms.low]", 'tune = { "optimizer.eps" = [1e-8, 1e-7] }\n[arms.low]'))
+    overrides = {"job.run_dir": str(tmp_path / "run"), "optimizer.eps": 1e-7}
+    run = open_it(load_file(file, overrides, arm="high"))
+    named = {"name": "rate", "arm": "high", "file": str(file), "tune": {"optimizer.eps": 1e-7}}
     assert named.items() <= run.record["ablation"].items()
 
 
@@ -158,6 +160,16 @@ def test_an_unfinished_attempt_is_moved_and_checkpoints_stay(tmp_path: Path, end
         assert json.loads((earlier / "run.json").read_text())["attempt"] == attempt
         assert (earlier / "FAILED").exists() == (ended == "failed")
     assert sorted(p.name for p in (path / "checkpoint").iterdir()) == ["step-1", "step-2"]
+
+
+def test_earlier_metrics_are_those_up_to_the_step_and_the_latest_of_each(tmp_path: Path) -> None:
+    for number, steps in ((2, (5, 10, 15)), (9, (10, 15, 20)), (10, (15, 16))):
+        folder = tmp_path / "attempts" / str(number)
+        folder.mkdir(parents=True)
+        texts = [json.dumps({"step": step, "by": number}) for step in steps]
+        (folder / "metrics.jsonl").write_text("\n".join([*texts, '{"step": 9']))  # cut off by a kill
+    lines = RunDirectory(tmp_path, "continued", None, {}).earlier_metrics(15)
+    assert [(line["step"], line["by"]) for line in lines] == [(5, 2), (10, 9), (15, 10)]
 
 
 class Killed(BaseException):

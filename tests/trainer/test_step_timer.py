@@ -77,6 +77,18 @@ def test_excluded_steps_keep_their_time_and_reason(clock) -> None:
     assert timer.collect().seconds == []
 
 
+def test_waiting_for_data_is_that_of_the_steps_collected(clock) -> None:
+    timer = StepTimer(CPU, warm_up_steps=0)
+    timer.start()
+    for waited in (3.0, 0.5):
+        with timer.waiting_for_data():
+            clock(waited)
+        clock(1)
+        timer.stop()
+        times = timer.collect()
+        assert times.data_wait_s == pytest.approx(waited) and times.seconds == pytest.approx([waited + 1])
+
+
 def test_a_failing_pause_is_still_left_out(clock) -> None:
     timer = StepTimer(CPU, warm_up_steps=0)
     timer.start()

@@ -33,7 +33,7 @@ def micro(rows: int, ignored: int = 0) -> SimpleNamespace:
         document_ids=None,
         document_starts=None,
         document_names=[],
-        text_bytes=7,
+        text_bytes=rows + 7,
     )
 
 
@@ -58,7 +58,7 @@ def batch_of(micro_batches) -> SimpleNamespace:
 def merged(micro_batches) -> SimpleNamespace:
     joined = {name: torch.cat([getattr(m, name) for m in micro_batches]) for name in ("tokens", "labels")}
     return SimpleNamespace(
-        **joined, positions=None, document_ids=None, document_starts=None, document_names=[], text_bytes=7
+        **joined, positions=None, document_ids=None, document_starts=None, document_names=[], text_bytes=0
     )
 
 
@@ -90,6 +90,18 @@ def test_the_norm_is_that_before_clipping_and_the_update_is_clipped():
     torch.testing.assert_close(moved.norm(), torch.tensor(0.5 * 0.01), rtol=1e-3, atol=0)
 
 
+def test_a_step_owes_nothing_to_the_gradient_of_the_one_before():
+    batches = [batch_of([micro(2)]), batch_of([micro(3)])]
+    model, reference = Toy(), Toy()
+    step = step_of(model)
+    for batch in batches:
+        last = step(batch)
+    for batch in batches:
+        expected = step_of(reference)(batch)  # an optimizer of its own, and no gradient yet
+        reference.zero_grad()
+    torch.testing.assert_close(last.grad_norm, expected.grad_norm)
+
+
 def test_a_refused_step_leaves_the_weights():
     model = Toy()
     step_of(model, accept=lambda batch, result: False)(batch_of([micro(2)]))
@@ -101,10 +113,33 @@ def test_validation_is_the_token_mean_whatever_the_batches():
     model, parts = Toy(), [micro(2), micro(1, ignored=5), micro(3, ignored=4)]
     forward = step_of(model).forward
     model.train()
-    one = validate(model, [merged(parts)], forward=forward, sum_over_ranks=lambda x: x)
+    whole = merged(parts)
+    whole.text_bytes = 27
+    one = validate(model, [whole], forward=forward, sum_over_ranks=lambda x: x)
     many = validate(model, parts, forward=forward, sum_over_ranks=lambda x: x)
     assert abs(one["validation_metrics/loss"] - many["validation_metrics/loss"]) < 1e-6
-    bits = many["validation_metrics/loss"] * batch_of(parts).global_valid_tokens / 0.6931471805599453 / 21
+    bits = many["validation_metrics/loss"] * batch_of(parts).global_valid_tokens / 0.6931471805599453 / 27
     assert abs(many["validation_metrics/bits_per_byte"] - bits) < 1e-6
     assert model.training
+    seen = []
+    validate(model, parts, forward=lambda m: seen.append(model.training) or forward(m), sum_over_ranks=lambda x: x)
+    assert seen == [False] * 3
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_ranks_that_share_sequences_count_their_tokens_once():
+    """Two ranks of a sequence each compute half of its loss, and one of them counts its tokens and bytes."""
+    model, parts, sums = Toy(), [micro(2), micro(1)], []
+    forward = step_of(model).forward
+    for counts in (True, False):
+        validate(
+            model,
+            parts,
+            forward=lambda m: forward(m) / 2,
+            sum_over_ranks=lambda x: sums.append(x.clone()) or torch.ones(3),
+            counts=counts,
+        )
+    alone = validate(model, parts, forward=forward, sum_over_ranks=lambda x: x)
+    together = validate(model, parts, forward=forward, sum_over_ranks=lambda x: sums[0] + sums[1])
+    assert together == alone
+    assert sums[1].tolist()[1:] == [0, 0]
