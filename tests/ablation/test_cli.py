@@ -65,6 +65,13 @@ def test_run_one_task_then_list_counts_it(asked):
     assert "outputs/rates: 1 of 6 done on 1 GPU(s)" in asked("list")[1]
 
 
+def test_a_failed_arm_is_in_the_exit_code_though_a_report_is_written(asked, monkeypatch):
+    monkeypatch.setenv("FAKE_FAIL", "high")
+    reports: list[list[str]] = []
+    monkeypatch.setattr("ablation.compare.main", lambda words: reports.append(words) or 0)
+    assert asked("run", "rates")[0] == 1 and reports == [["outputs/rates"]]
+
+
 def test_a_changed_question_is_refused_and_new_starts_over(asked):
     asked("run", "rates", "--only", "1")
     code, _, err = asked("run", "rates", "--only", "1", "--optimizer.weight_decay", "0.3")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ablation.differences import is_inert
 from ablation.guard import Guarded, guard
 from ablation.question import read
 from config.errors import ConfigError
@@ -144,6 +145,18 @@ def test_decision_at_a_step_without_the_metric(guarded, step, said):
     assert said in only(guarded(HEAD.replace("step = 100", f"step = {step}") + ARMS))
 
 
+def test_every_arm_reaches_the_decision(guarded):
+    arms = "[arms.low]\n[arms.high]\ntraining.steps = 50\n"
+    assert "decide.step = 100: beyond training.steps = 50" in only(guarded(with_variable('"training.steps"') + arms))
+
+
+def test_a_key_is_inert_under_a_parent_that_is(guarded):
+    flat = {"optimizer.stochastic_rounding": True, "optimizer.state_dtype": "bfloat16", "optimizer.name": "AdamW"}
+    assert not is_inert("optimizer.stochastic_rounding", flat)
+    assert is_inert("optimizer.stochastic_rounding", flat | {"optimizer.state_dtype": "float32"})
+    assert is_inert("optimizer.stochastic_rounding", flat | {"optimizer.name": "SGD"})
+
+
 def test_decision_on_validation_that_is_off(guarded):
     message = only(guarded(HEAD + ARMS, base=BASE.replace("enable = true", "enable = false")))
     assert "needs validation.enable = true" in message
@@ -219,6 +232,7 @@ def test_hold_lets_a_key_follow_as_far_as_it_holds(guarded):
     arm = guarded(head + arms + "8\n", base=base).accepted().arms["high"]
     assert arm.held == {"training.global_batch_size": (16, 8)} and "tokens_per_step" not in arm.derived
     assert "tokens_per_step 2048 -> 4096" in only(guarded(head + arms + "16\n", base=base))
+    assert "tokens_per_step 2048 -> 8192" in only(guarded(head + arms + "32\n", base=base))  # it follows, the wrong way
 
 
 def test_two_variables_need_a_design(guarded):

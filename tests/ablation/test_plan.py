@@ -49,6 +49,8 @@ def test_aa_repeats_the_baseline_on_the_same_and_on_disjoint_seeds(question_file
     ]
     assert [run.index for run in chosen.runs] == list(range(1, 11))
     assert len({run.place for run in chosen.runs}) == 10
+    edit(question_file, "seeds = [1, 2]", "seeds = [2, 5]")
+    assert planned(question_file).guarded.question.aa_seeds == [6, 7]
 
 
 def test_every_arm_runs_the_whole_tune_grid(question_file):

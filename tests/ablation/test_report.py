@@ -14,6 +14,10 @@ import pytest
 from ablation.compare import compare_directories
 from ablation.document import digits, lookup
 from ablation.report import write_report
+from ablation.report_content import content
+from ablation.report_markdown import render_markdown
+from ablation.report_noise import noise_cards
+from ablation.wording import verdict_line
 from tests.ablation.synthetic import Arm, three_arms, write_ablation
 
 
@@ -92,6 +96,44 @@ def test_the_first_screen_comes_first(page, result):
         assert part in first
     assert "Violated expectation: loss-neutral was expected" in first
     assert result["comparisons"][1]["loss"]["word"] == "INVALID" and "lost a rank" in first
+
+
+def test_each_verdict_stands_beside_its_own_interval(tmp_path):
+    result, _ = compare_directories([write_ablation(tmp_path, three_arms())])
+    comparison = result["comparisons"][0]
+    loss, speed = comparison["loss"], comparison["speed"]
+    assert loss["word"] != speed["word"] and loss["interval"] != loss["interval_95"], "or the line could not be wrong"
+    told = verdict_line(result, 0).replace("−", "-").partition("; ")
+    low, high = (f"{end:+.4f}" for end in loss["interval"])
+    assert told[2].startswith(f"loss {loss['value']:+.4f} [{low}, {high}], {loss['phrase']}; ")
+    low, high = (f"{100 * (end - 1):+.1f}" for end in speed["interval"])
+    assert (
+        told[0] == f"wd_0.01 vs wd_0.1: tokens/s {100 * (speed['value'] - 1):+.1f} % [{low}, {high}], {speed['phrase']}"
+    )
+
+
+def test_what_is_wrong_stands_on_the_card_and_is_counted(tmp_path):
+    root = write_ablation(tmp_path, {name: three_arms()[name] for name in ("wd_0.1", "wd_0.01")})
+    for path in root.glob("*/seed*/environment.json"):
+        other = {"hostname_hash": "elsewhere"} if path.parent.parent.name == "wd_0.01" else {}
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"git_dirty": True} | other))
+    result, _ = compare_directories([root])
+    text = render_markdown(content(result, set()))
+    first = text[: text.index("## ")]
+    assert "same host and device model: seed 1: hostname_hash 5b1f0c77aa12 and elsewhere" in first
+    assert "unpaired, 1 broken, 1 warning" in first
+    assert "wd_0.01: 2 of 20 not ok" in text
+    (root / "wd_0.01" / "seed2-1gpu" / "DONE").unlink()
+    result, _ = compare_directories([root])
+    assert "1 did not finish" in render_markdown(content(result, set()))
+
+
+def test_an_a_a_interval_without_its_null_is_called_a_winner(tmp_path):
+    result, _ = compare_directories([write_ablation(tmp_path, {"wd_0.1": Arm()}, question={"variable": ""})])
+    for interval, winner in (([0.001, 0.004], True), ([-0.004, -0.001], True), ([-0.001, 0.001], False)):
+        result["aa"]["wd_0.1"]["loss"]["against_itself"]["interval"] = interval
+        (badge, *_) = noise_cards(result)[0].badges
+        assert ("a winner" in badge[1].text) == winner
 
 
 def test_the_page_needs_nothing_from_outside(page, folder):
