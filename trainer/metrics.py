@@ -19,8 +19,6 @@ import contextlib
 import json
 import logging
 import math
-import os
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -30,17 +28,12 @@ import torch
 import titan
 from config.arithmetic import Flops
 from config.schema import Config
+from trainer.console import LOSS, console_line, duration, may_colour, training_fields, validation_fields
 from trainer.memory import PeakMemory
 from trainer.run_directory import RunDirectory
 from trainer.step_timer import StepTimes
 
-LOSS = "loss_metrics/global_avg_loss"
-VALIDATION = "validation_metrics/"
-
-# torchtitan's, as ANSI numbers.
 _NO_TAG = ("step", "tokens", "wall_s", "step_times_s", "excluded_steps")
-
-_COLOURS = {"step": 31, "loss": 32, "gnorm": 33, "mem": 36, "tps": 34, "tflops": 36, "mfu": 35, "validation": 33}
 
 logger = logging.getLogger(__name__)
 
@@ -149,9 +142,9 @@ class Metrics:
             step_times_s=times.seconds,
             excluded_steps=sorted(times.excluded),
         )
-        self._print("step", step, _training_fields(values), eta=self._seconds_left(step, times))
+        self._print("step", step, training_fields(values), eta=self._seconds_left(step, times))
         if validation:
-            self._print("validation", step, _validation_fields(validation))
+            self._print("validation", step, validation_fields(validation))
 
     @property
     def writer(self) -> Any | None:
@@ -161,7 +154,7 @@ class Metrics:
     def log_validation(self, step: int, values: dict[str, float]) -> None:
         """Write an evaluation where no log step is, such as step 0."""
         self._write(step, values)
-        self._print("validation", step, _validation_fields(values))
+        self._print("validation", step, validation_fields(values))
 
     def close(self) -> None:
         """Close the files. Every line was flushed when it was written."""
@@ -242,57 +235,7 @@ class Metrics:
         line = {kind: f"{step:{len(str(steps))}}/{steps} {100 * step // steps:3}%", **fields}
         if eta is not None:
             line["eta"] = duration(eta)
-        print(console_line(line, colour=_may_colour(self._config)), flush=True)
-
-
-def console_line(fields: dict[str, str], *, colour: bool) -> str:
-    """ "name value" pairs, two spaces apart; with ``colour`` each in its own."""
-    parts = []
-    for name, value in fields.items():
-        part = f"{name} {value}"
-        parts.append(f"\033[{_COLOURS[name]}m{part}\033[0m" if colour and name in _COLOURS else part)
-    return "  ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """m:ss, h:mm:ss, or days and h:mm:ss."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    if not hours:
-        return f"{minute}:{second:02}"
-    return f"{days}d {hour}:{minute:02}:{second:02}" if days else f"{hour}:{minute:02}:{second:02}"
-
-
-def _training_fields(values: dict[str, float]) -> dict[str, str]:
-    norm = values["grad_norm"]
-    fields = {
-        "loss": f"{values[LOSS]:.4f}",
-        "gnorm": f"{norm:.1e}" if norm < 0.1 else f"{norm:.2f}",
-        "lr": f"{values['lr']:.2e}",
-    }
-    memory = values.get("memory/max_reserved(GiB)", values.get("memory/max_rss(GiB)"))
-    if memory is not None:
-        fields["mem"] = f"{memory:.1f}GiB"
-    fields["tps"] = f"{values['throughput(tps)']:,.0f}" if "throughput(tps)" in values else "(warm-up)"
-    if "tflops" in values:
-        fields["tflops"] = f"{values['tflops']:,.1f}" if values["tflops"] >= 10 else f"{values['tflops']:.2g}"
-    if "mfu(%)" in values:
-        fields["mfu"] = f"{values['mfu(%)']:.1f}%"
-    if (filled := values.get("data/fill_rate", 1.0)) < 1:
-        fields["filled"] = f"{100 * filled:.1f}%"
-    return fields
-
-
-def _validation_fields(values: dict[str, float]) -> dict[str, str]:
-    return {
-        tag.removeprefix(VALIDATION).replace("_", " "): f"{value:.4f}" if value < 100 else f"{value:,.0f}"
-        for tag, value in values.items()
-    }
-
-
-def _may_colour(config: Config) -> bool:
-    return sys.stdout.isatty() and not config.metrics.disable_color_printing and not os.environ.get("NO_COLOR")
+        print(console_line(line, colour=may_colour(self._config.metrics)), flush=True)
 
 
 def _texts(run: RunDirectory) -> dict[str, str]:

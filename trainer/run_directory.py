@@ -34,13 +34,12 @@ from config.errors import ConfigError
 from config.keys import shown
 from config.load import Resolved, flatten, to_toml
 from config.schema import Config, Job
+from trainer.attempts import attempts_of, earlier_metrics, move_attempt
 from trainer.environment import describe_environment
 from trainer.run_lock import LOCK, hold, holder
 
 State = Literal["new", "continued", "done"]
 
-ATTEMPTS = "attempts"
-EVALUATIONS = "evaluations"
 TOKENIZER = "tokenizer"
 
 logger = logging.getLogger(__name__)
@@ -64,17 +63,7 @@ class RunDirectory:
 
     def earlier_metrics(self, step: int) -> list[dict[str, Any]]:
         """Lines of metrics.jsonl that attempts before this one wrote up to ``step``, by step."""
-        lines: dict[int, dict[str, Any]] = {}
-        for attempt in _attempts(self.path):
-            file = attempt / "metrics.jsonl"
-            for text in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
-                try:
-                    line = json.loads(text)
-                except json.JSONDecodeError:
-                    continue  # cut off by a kill
-                if line["step"] <= step:
-                    lines[line["step"]] = line
-        return [lines[s] for s in sorted(lines)]
+        return earlier_metrics(self.path, step)
 
     def finish(
         self, status: Literal["done", "failed"], *, steps: int, reason: str = "", skipped_steps: int = 0
@@ -142,7 +131,7 @@ def open_run_directory(resolved: Resolved, *, command: list[str], record: dict[s
     try:
         state = _state(path, resolved, ask_lock=False)  # again: another process may have been faster
         if state == "continued":
-            earlier = _move_attempt(path, resolved.config.checkpoint.folder)
+            earlier = move_attempt(path, resolved.config.checkpoint.folder)
             logger.info("%s: continued; files of the earlier attempt are in %s", path, earlier)
         return RunDirectory(path, state, lock, _write_record(path, resolved, command, record))
     except BaseException:
@@ -203,7 +192,7 @@ def _state(path: Path, resolved: Resolved, *, ask_lock: bool) -> State:
 
 def _recorded_configuration(path: Path) -> dict[str, Any] | None:
     """Full key -> value of config.toml, or of the last attempt's if a kill fell between moving and writing."""
-    found = [path / "config.toml", *reversed([attempt / "config.toml" for attempt in _attempts(path)])]
+    found = [path / "config.toml", *reversed([attempt / "config.toml" for attempt in attempts_of(path)])]
     for file in found:
         if file.is_file():
             try:
@@ -233,33 +222,6 @@ def _differences(recorded: dict[str, Any], resolved: Resolved) -> list[str]:
         for key in keys
         if recorded.get(key) != present.get(key)
     ]
-
-
-def _attempts(path: Path) -> list[Path]:
-    """Folders of earlier attempts, oldest first."""
-    folder = path / ATTEMPTS
-    numbered = [p for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
-    return sorted(numbered, key=lambda p: int(p.name))
-
-
-def _move_attempt(path: Path, checkpoints: str) -> Path:
-    """Move everything but checkpoints, and what was measured on them, into attempts/<n>. config.toml goes last, so a
-    kill in between loses nothing.
-    """
-    earlier = _attempts(path)
-    if earlier and not (earlier[-1] / "config.toml").exists():
-        target = earlier[-1]  # that kill happened: go on where it stopped
-    elif (path / "config.toml").exists():
-        target = path / ATTEMPTS / str(int(earlier[-1].name) + 1 if earlier else 1)
-    else:
-        return earlier[-1]  # it fell after the move, before the new record
-    target.mkdir(parents=True, exist_ok=True)
-    for file in sorted(path.iterdir(), key=lambda p: p.name == "config.toml"):
-        if file.name not in (ATTEMPTS, checkpoints, EVALUATIONS, LOCK):
-            file.rename(target / file.name)
-            for events in (target / file.name).rglob("*tfevents*"):
-                events.rename(events.with_name(events.name.replace("tfevents", "earlier")))
-    return target
 
 
 def _write_record(path: Path, resolved: Resolved, command: list[str], record: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from config.arithmetic import Flops
 from config.schema import Config
 from trainer import metrics as module
-from trainer.metrics import Metrics, console_line, duration
+from trainer.console import console_line, duration
+from trainer.metrics import Metrics
 from trainer.run_directory import RunDirectory
 from trainer.step_timer import StepTimes
 
