@@ -43,6 +43,21 @@ ROUNDING = 1e-5
 Values = dict[str, float]
 
 
+def _by_seed(baseline: Values, candidate: Values) -> Values:
+    """candidate - baseline of the seeds that both have."""
+    return {seed: value - baseline[seed] for seed, value in candidate.items() if seed in baseline}
+
+
+def difference(baseline: Values, candidate: Values, *, paired: bool) -> Estimate | None:
+    """candidate - baseline, over the seeds that both have or of the means; None where nothing is left to compare."""
+    if paired:
+        differences = _by_seed(baseline, candidate)
+        return paired_estimate(list(differences.values())) if differences else None
+    if not baseline or not candidate:
+        return None
+    return unpaired_estimate(list(baseline.values()), list(candidate.values()))
+
+
 @dataclass
 class PartData:
     """Loss or speed of a comparison, before and after judgement."""
@@ -56,13 +71,8 @@ class PartData:
     differences: Values = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        shared = [seed for seed in self.candidate if seed in self.baseline]
-        self.differences = {seed: self.candidate[seed] - self.baseline[seed] for seed in shared}
-        if shared and not self.unpaired:
-            self.estimate = paired_estimate(list(self.differences.values()))
-        elif self.candidate and self.baseline:
-            self.differences = {}
-            self.estimate = unpaired_estimate(list(self.baseline.values()), list(self.candidate.values()))
+        self.differences = {} if self.unpaired else _by_seed(self.baseline, self.candidate)
+        self.estimate = difference(self.baseline, self.candidate, paired=not self.unpaired)
 
 
 @dataclass
@@ -180,15 +190,6 @@ def judge_parts(
     return [_part_table(part, verdicts.get(i), adjusted.get(i), band) for i, part in enumerate(parts)]
 
 
-def _estimate(baseline: Values, candidate: Values, paired: bool) -> Estimate | None:
-    shared = [seed for seed in candidate if seed in baseline]
-    if paired and shared:
-        return paired_estimate([candidate[seed] - baseline[seed] for seed in shared])
-    if paired or not baseline or not candidate:
-        return None
-    return unpaired_estimate(list(baseline.values()), list(candidate.values()))
-
-
 def summary(values: Values) -> dict[str, Any] | None:
     """Mean, sd (None at n = 1), count and the values by seed; None without values."""
     numbers = list(values.values())
@@ -205,15 +206,12 @@ def metric_row(measure: Measure, sides: Sides, paired: bool) -> dict[str, Any] |
         return None
     ratio = measure.ratio and all(v > 0 for v in (*base.values(), *candidate.values()))
     logs = [{seed: math.log(v) for seed, v in side.items()} if ratio else side for side in (base, candidate)]
-    estimate = _estimate(logs[0], logs[1], paired)
-    show = math.exp if ratio else float
-    interval = estimate.interval() if estimate else None
+    estimate = difference(logs[0], logs[1], paired=paired)
+    nothing = {"value": None, "interval": None, "n": 0}
     return {
         "name": measure.name, "unit": measure.unit, "note": measure.note, "kind": "ratio" if ratio else "difference",
         "baseline": summary(base), "candidate": summary(candidate),
-        "value": show(estimate.mean) if estimate else None,
-        "interval": [show(x) for x in interval] if interval else None,
-        "n": estimate.n if estimate else 0,
+        **(estimate.table(math.exp if ratio else float) if estimate else nothing),
     }  # fmt: skip
 
 
@@ -229,16 +227,7 @@ def equal_time(sides: Sides) -> dict[str, Any] | None:
         values = [value_at_seconds(run, sides.metric, limit) for run in (base, candidate)]
         if values[0] is not None and values[1] is not None and math.isfinite(values[1] - values[0]):
             differences[candidate.seed] = values[1] - values[0]
-    if not differences:
-        return None
-    estimate = paired_estimate(list(differences.values()))
-    interval = estimate.interval()
-    return {
-        "value": estimate.mean,
-        "interval": list(interval) if interval else None,
-        "n": estimate.n,
-        "per_seed": differences,
-    }
+    return paired_estimate(list(differences.values())).table() | {"per_seed": differences} if differences else None
 
 
 def cost_to_baseline_loss(sides: Sides) -> dict[str, Any] | None:

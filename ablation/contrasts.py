@@ -44,9 +44,4 @@ def _without(whole: PartData, parts: Sequence[PartData]) -> dict[str, Any] | Non
     ]
     if not differences:
         return None
-    show = math.exp if whole.ratio else float
-    estimate = paired_estimate(differences)
-    interval = estimate.interval()
-    return {
-        "value": show(estimate.mean), "interval": [show(x) for x in interval] if interval else None, "n": estimate.n
-    }  # fmt: skip
+    return paired_estimate(differences).table(math.exp if whole.ratio else float)

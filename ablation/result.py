@@ -13,6 +13,7 @@ from ablation.comparisons import (
     Comparison,
     compare_sides,
     comparison_table,
+    difference,
     finite_values,
     judge_parts,
     summary,
@@ -23,7 +24,7 @@ from ablation.measures import throughput, value_at_tokens
 from ablation.runs import TRAIN_LOSS, VALIDATION_LOSS, Run, latest_question
 from ablation.sameness import moved_settings
 from ablation.sides import Sides, declared_variables
-from ablation.statistics import CONFIDENCE, paired_estimate, unpaired_estimate
+from ablation.statistics import CONFIDENCE
 from ablation.tuning import Tuned, best_point
 from config.errors import ConfigError
 
@@ -202,19 +203,8 @@ def _drift(old: Sequence[Run], new: Sequence[Run], metric: str, tokens: float) -
         values = [finite_values(list(side.values()), of) for side in sides]
         if name == "speed":
             values = [{seed: math.log(v) for seed, v in side.items()} for side in values]
-        if not all(values):
-            continue
-        shared = [seed for seed in values[1] if seed in values[0]]
-        estimate = (
-            paired_estimate([values[1][seed] - values[0][seed] for seed in shared])
-            if shared
-            else unpaired_estimate(list(values[0].values()), list(values[1].values()))
-        )
-        show = math.exp if name == "speed" else float
-        interval = estimate.interval()
-        table[name] = {
-            "value": show(estimate.mean), "interval": [show(x) for x in interval] if interval else None, "n": estimate.n
-        }  # fmt: skip
+        estimate = difference(values[0], values[1], paired=bool(values[0].keys() & values[1].keys()))
+        table[name] = estimate.table(math.exp if name == "speed" else float) if estimate else None
     return table
 
 

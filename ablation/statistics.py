@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 from ablation.student_t import power_of, t_cdf, t_quantile
 
@@ -78,6 +78,12 @@ class Estimate:
         if self.error == 0.0:
             return 0.0 if excess > 0 else 1.0
         return min(1.0, 2.0 * t_cdf(-excess / self.error, self.df))
+
+    def table(self, show: Callable[[float], float] = float) -> dict[str, Any]:
+        """report.json's entry: {"value", "interval" at 95 % (None at n = 1), "n"}, numbers as ``show`` gives them."""
+        interval = self.interval()
+        shown = [show(end) for end in interval] if interval else None
+        return {"value": show(self.mean), "interval": shown, "n": self.n}
 
 
 def paired_estimate(differences: Sequence[float]) -> Estimate:
