@@ -15,7 +15,7 @@ import pytest
 
 from ablation.aa import noise_bands
 from ablation.compare import main
-from ablation.comparisons import PartData
+from ablation.comparisons import PartData, difference
 from ablation.measures import lower_is_better
 from ablation.report_content import content
 from ablation.report_markdown import render_markdown
@@ -239,6 +239,9 @@ def test_a_seed_that_was_run_counts_after_it_was_taken_out_of_the_question(tmp_p
 def test_differences_are_taken_by_seed_and_not_by_place():
     part = PartData({"1": 1.0, "2": 2.0}, {"2": 2.5, "1": 1.1}, [], [], ratio=False)
     assert part.differences == {"2": 0.5, "1": pytest.approx(0.1)}
+    some = difference({"1": 1.0, "2": 2.0}, {"2": 2.5, "3": 9.0}, paired=True)
+    assert (some.mean, some.n, some.paired) == (0.5, 1, True), "seed 2 alone is a pair"
+    assert difference({"1": 1.0}, {"2": 2.0}, paired=True) is None
 
 
 def test_more_is_better_of_rates_alone():
@@ -340,6 +343,10 @@ def test_a_baseline_that_was_configured_otherwise_has_no_drift(tmp_path):
     assert result["drift"] == {"wd_0.1": {"loss": None, "speed": None, "moved": ["optimizer.lr"]}}
     text = render_markdown(content(result | {"directory": "new"}, set()))
     assert "not the same: optimizer.lr" in text
+    for path in older.glob("*/*/run.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"corpus_hash": "another"}))
+    result = build_result(find_runs([newer]), find_runs([older]))
+    assert result["drift"]["wd_0.1"]["moved"] == ["optimizer.lr", "the corpus"]
 
 
 def test_without_a_baseline_of_its_own_the_comparison_is_unpaired(tmp_path):

@@ -204,4 +204,5 @@ def test_a_run_that_left_no_directory_is_known_by_its_log(tmp_path):
     (tmp_path / "q" / "b").mkdir()
     for log in (path.with_name("seed1-1gpu.log"), tmp_path / "q" / "b" / "seed1-1gpu-repeat2.log"):
         log.write_text("model.dim = 3: is odd\n")
+    (tmp_path / "q" / "b" / "seed1-1gpu-repeat2").mkdir()  # killed before its record was written
     assert left_nothing([tmp_path, tmp_path / "q"]) == [tmp_path / "q" / "b" / "seed1-1gpu-repeat2.log"]
