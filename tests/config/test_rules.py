@@ -112,4 +112,6 @@ def test_schedules_that_do_not_fit_are_noted():
 
 def test_experts_of_a_dense_flavor_are_noted():
     assert load(["--moe.balance", "none"]).notes == ["moe.balance has no effect: flavor debug has no experts"]
+    spread = "parallelism.expert_parallel_degree = 2 has no effect: flavor debug has no experts"
+    assert load(["--parallelism.expert_parallel_degree", "2"]).notes == [spread]
     assert load(["--moe.balance", "none", "--model.name", "moe", "--model.flavor", "debug_moe"]).notes == []

@@ -88,6 +88,9 @@ def test_outside_git_and_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_fields_and_versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    changing = ("CUDA_LAUNCH_BLOCKING", "PYTORCH_ALLOC_CONF", "TORCHINDUCTOR_FREEZING", "OMP_NUM_THREADS", "GLOO_X")
+    for name in changing:  # a number that may change what is measured, on one side of a comparison
+        monkeypatch.setenv(name, "1")
     monkeypatch.setenv("TORCH_API_KEY", "not recorded")
     monkeypatch.setenv("HOME_ADDRESS", "not recorded either")
     record, _ = describe_environment(tmp_path, deterministic=False)
@@ -95,7 +98,7 @@ def test_fields_and_versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     contract = """hostname_hash gpu_name gpu_count driver clocks python torch cuda nccl triton torchtitan liger_kernel
         flash_attn cpu cores ram_gib os env git_commit git_dirty deterministic matmul_precision"""
     assert set(contract.split()) <= set(record)
-    assert record["env"]["NCCL_DEBUG"] == "WARN"
+    assert record["env"]["NCCL_DEBUG"] == "WARN" and {record["env"][name] for name in changing} == {"1"}
     assert "not recorded" not in json.dumps(record)
     assert record["torchtitan"] == "0.3.0"
     assert record["python"] == ".".join(map(str, sys.version_info[:3]))

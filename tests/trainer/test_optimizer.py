@@ -82,7 +82,7 @@ IMPLEMENTATIONS = ("for-loop", "foreach", "fused")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_two_adamw_steps_by_hand(implementation: str) -> None:
     weight = nn.Parameter(torch.tensor([[2.0]]))
-    section = Optimizer(lr=0.1, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.5, implementation=implementation)
+    section = Optimizer(lr=0.1, beta1=0.9, beta2=0.95, eps=0.1, weight_decay=0.5, implementation=implementation)
     optimizer = build_optimizer([("w.weight", weight)], section)
     value, m, v = 2.0, 0.0, 0.0
     for step, gradient in enumerate((1.0, -3.0), 1):
@@ -90,7 +90,7 @@ def test_two_adamw_steps_by_hand(implementation: str) -> None:
         optimizer.step()
         m, v = 0.9 * m + 0.1 * gradient, 0.95 * v + 0.05 * gradient**2
         value -= 0.1 * 0.5 * value
-        value -= 0.1 * (m / (1 - 0.9**step)) / ((v / (1 - 0.95**step)) ** 0.5 + 1e-8)
+        value -= 0.1 * (m / (1 - 0.9**step)) / ((v / (1 - 0.95**step)) ** 0.5 + 0.1)
         assert weight.item() == pytest.approx(value, rel=1e-5)
 
 
