@@ -22,6 +22,7 @@ def timeouts(degrees: dict[str, int]) -> dict[str, timedelta]:
     """Name of each group of this rank -> its timeout after ``set_timeout``."""
     mesh = Mesh(rank=dist.get_rank(), **degrees)
     mesh.connect("cpu")
+    process_group.barrier()  # a rank that is done leaves, and may be gone before others have connected
     process_group.set_timeout(mesh, 7)
     groups = dist.distributed_c10d._world.pg_map
     return {g.group_name: g._get_backend(torch.device("cpu")).options._timeout for g in groups}
