@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from config.errors import ConfigError
+from config.errors import ConfigError, places_are_the_users
 from evaluation.harness import HarnessFailed, check_installed, recorded_tasks, result_of, run_harness, versions_of
 from evaluation.record import FOLDER, add_result, add_to_tensorboard, check_free
 
@@ -108,7 +108,8 @@ def main(argv: list[str] | None = None) -> int:
     """Evaluate, and return the exit code: 0 done, 1 lm-eval failed, 2 a mistake of the user's."""
     options = parse(argv)
     try:
-        evaluate(options)
+        with places_are_the_users():
+            evaluate(options)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

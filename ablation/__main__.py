@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 
-from config.errors import ConfigError
+from config.errors import ConfigError, places_are_the_users
 from config.keys import did_you_mean
 
 USAGE = """\
@@ -51,7 +51,8 @@ def main(arguments: list[str] | None = None) -> int:
     module, _, function = COMMANDS[name].partition(":")
     command: Callable[[list[str]], int] = getattr(import_module(module), function)
     try:
-        return command(rest)
+        with places_are_the_users():
+            return command(rest)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

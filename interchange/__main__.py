@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from config.errors import ConfigError
+from config.errors import ConfigError, places_are_the_users
 
 USAGE = """\
 python -m interchange export RUN_DIR OUT [--step N] [--dtype bfloat16]
@@ -21,20 +21,25 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         command, paths, options = _parsed(argv)
-        if command == "export":
-            from interchange.export import export_run
-
-            print(f"wrote {export_run(*paths, **options)}")
-        else:
-            from interchange.to_checkpoint import SNIPPET, import_hf
-
-            out = import_hf(*paths)
-            print(f"wrote {out}\n\n{(out / SNIPPET).read_text()}\n[checkpoint]\nenable = true")
-            print(f'initial_load_path = "{out}"')
+        with places_are_the_users():
+            _run(command, paths, options)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     return 0
+
+
+def _run(command: str, paths: list[str], options: dict[str, Any]) -> None:
+    if command == "export":
+        from interchange.export import export_run
+
+        print(f"wrote {export_run(*paths, **options)}")
+        return
+    from interchange.to_checkpoint import SNIPPET, import_hf
+
+    out = import_hf(*paths)
+    print(f"wrote {out}\n\n{(out / SNIPPET).read_text()}\n[checkpoint]\nenable = true")
+    print(f'initial_load_path = "{out}"')
 
 
 def _parsed(argv: list[str]) -> tuple[str, list[str], dict[str, Any]]:

@@ -12,14 +12,15 @@ from interchange.families import family_of
 from interchange.matching import check_same, check_sizes
 from interchange.weights import CheckpointWeights, HuggingFaceWeights
 from trainer.checkpoint import step_to_continue
+from trainer.checkpoint_files import check_files
 from trainer.run_directory import TOKENIZER
 
 logger = logging.getLogger(__name__)
 
 
 def check_interchange(config: Config) -> None:
-    """That the checkpoint a run goes on from is there, or what it begins with holds its model; and that a family has
-    the model it is to export.
+    """That the checkpoint a run goes on from is there and whole, or what it begins with holds its model; and that a
+    family has the model it is to export.
 
     Raises:
         ConfigError: otherwise, a line a reason.
@@ -27,24 +28,26 @@ def check_interchange(config: Config) -> None:
     section, shape = config.checkpoint, resolve_shape(config.model, config.moe)
     if not section.enable:
         return
-    if not _goes_on(config) and section.initial_load_in_hf:
+    if step := _step(config):
+        check_files(Path(config.job.run_dir) / section.folder / f"step-{step}")
+    elif section.initial_load_in_hf:
         check_same(section.initial_load_path, HuggingFaceWeights(section.initial_load_path).shape, shape)
-    elif not _goes_on(config) and section.initial_load_path:
+    elif section.initial_load_path:
         check_sizes(section.initial_load_path, CheckpointWeights(section.initial_load_path).sizes(), shape)
     if section.last_save_in_hf:
         family_of(shape, config.moe)
 
 
-def _goes_on(config: Config) -> bool:
-    """Whether the run directory holds a checkpoint to continue from. Raises as ``step_to_continue``."""
+def _step(config: Config) -> int:
+    """That of the checkpoint in the run directory to go on from, 0 if there is none. Raises as ``step_to_continue``."""
     section, run_dir = config.checkpoint, config.job.run_dir
-    return step_to_continue(Path(run_dir) / section.folder if run_dir else None, section) > 0
+    return step_to_continue(Path(run_dir) / section.folder if run_dir else None, section)
 
 
 def first_weights(config: Config) -> HuggingFaceWeights | None:
     """The folder whose weights the run begins with. None: they are drawn, or the run goes on and has its own."""
     section = config.checkpoint
-    if not (section.enable and section.initial_load_in_hf) or _goes_on(config):
+    if not (section.enable and section.initial_load_in_hf) or _step(config):
         return None
     logger.info("Weights from %s", section.initial_load_path)
     return HuggingFaceWeights(section.initial_load_path)

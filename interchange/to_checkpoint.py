@@ -15,6 +15,7 @@ from interchange.matching import model_toml
 from interchange.pieces import parameter_sizes
 from interchange.tokenizer_files import copy_tokenizer
 from interchange.weights import HuggingFaceWeights
+from trainer.checkpoint_files import writing
 
 SNIPPET = "model.toml"
 _PREFIX = "model."
@@ -58,7 +59,8 @@ def import_hf(folder: str | Path, out: str | Path) -> Path:
         sizes["output.weight"] = sizes["tok_embeddings.weight"]
     try:
         state = {_PREFIX + name: torch.empty(size, device="meta") for name, size in sizes.items()}
-        dcp.save(state, storage_writer=FileSystemWriter(part), planner=_Streaming(weights), no_dist=True)
+        with writing(part):
+            dcp.save(state, storage_writer=FileSystemWriter(part), planner=_Streaming(weights), no_dist=True)
         (part / SNIPPET).write_text(snippet, encoding="utf-8")
         copy_tokenizer(weights.folder, part)
         part.rename(out)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections import defaultdict
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from config.errors import ConfigError
 from interchange.hf_config import hf_family, read_config, shape_of
 from interchange.pieces import Piece, pieces
+from trainer.checkpoint_files import check_files, reading
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -117,13 +117,14 @@ class CheckpointWeights:
     """Weights in a step folder of trainer/checkpoint.py, whatever mesh wrote it.
 
     Raises:
-        ConfigError: ``step_folder`` is no complete checkpoint.
+        ConfigError: ``step_folder`` is no complete checkpoint, or a file of it is damaged.
     """
 
     def __init__(self, step_folder: str | Path):
         self.folder = Path(step_folder)
         if not (self.folder / ".metadata").is_file():
             raise ConfigError(f"{self.folder}: no complete checkpoint. Give a step-<n> folder of a run.")
+        check_files(self.folder)
         stored = FileSystemReader(self.folder).read_metadata().state_dict_metadata
         self._stored = {name.removeprefix("model."): m for name, m in stored.items() if name.startswith("model.")}
 
@@ -138,7 +139,7 @@ class CheckpointWeights:
         """The whole parameter or buffer ``name`` in the dtype it was saved in.
 
         Raises:
-            ConfigError: it is missing or of another size.
+            ConfigError: it is missing, of another size, or cannot be read.
         """
         stored = self._stored.get(name)
         if stored is None or stored.size != size:
@@ -146,7 +147,6 @@ class CheckpointWeights:
             raise ConfigError(f"{self.folder}: {name} {found}; config.toml implies {tuple(size)}")
         # Read to the CPU: a rank of a running job has other uses for its GPU's memory.
         state = {"model": {name: torch.empty(size, dtype=stored.properties.dtype)}}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as no_dist says
+        with reading(self.folder):
             dcp.load(state, checkpoint_id=self.folder, no_dist=True)
         return state["model"][name].to(device)

@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.state_dict import (
 from config.errors import ConfigError
 from config.keys import shown
 from config.schema import Checkpoint
+from trainer.checkpoint_files import reading, writing
 
 logger = logging.getLogger(__name__)
 
@@ -127,11 +128,16 @@ class Checkpointer:
         self._group = dist.new_group(backend="gloo") if background else None
 
     def restore(self) -> int:
-        """Load what ``step_to_continue`` names, say so, and return its step."""
+        """Load what ``step_to_continue`` names, say so, and return its step.
+
+        Raises:
+            ConfigError: a file of it cannot be read.
+        """
         step = step_to_continue(self._folder, self._section)
         if step:
             state = self._state()
-            dcp.load(state, checkpoint_id=self._path(step), no_dist=not dist.is_initialized())
+            with reading(self._path(step)):
+                dcp.load(state, checkpoint_id=self._path(step), no_dist=not dist.is_initialized())
             loaded = {name: state["optimizer"][self._plain_state(name)] for name in self._states()}
             set_optimizer_state_dict(self._model, self._optimizer, loaded, options=_OPTIONS)
             self._set_weights(state["model"])
@@ -149,7 +155,8 @@ class Checkpointer:
         stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         buffers = {self._plain(name) for name, _ in self._model.named_buffers()}
         there = {n: value for n, value in weights.items() if n not in buffers or f"model.{n}" in stored}
-        dcp.load({"model": there}, checkpoint_id=path, no_dist=not dist.is_initialized())
+        with reading(path):
+            dcp.load({"model": there}, checkpoint_id=path, no_dist=not dist.is_initialized())
         self._set_weights(weights | there)
 
     def due(self, step: int) -> bool:
@@ -172,7 +179,8 @@ class Checkpointer:
             written = dcp.async_save(_copy(state), checkpoint_id=part, process_group=self._group)
             written.add_done_callback(functools.partial(self._written, step, begun, self._writing))
         else:
-            dcp.save(state, checkpoint_id=part, no_dist=not dist.is_initialized())
+            with writing(part):
+                dcp.save(state, checkpoint_id=part, no_dist=not dist.is_initialized())
             self._publish(step, begun)
             if dist.is_initialized():
                 dist.barrier()  # no rank goes on before the checkpoint can be found
@@ -186,7 +194,8 @@ class Checkpointer:
     def _written(self, step: int, begun: float, published: Future[None], written: Future[Any]) -> None:
         """Publish a background save. What goes wrong is for ``wait``: an executor only logs what a callback raises."""
         try:
-            written.result()
+            with writing(self._path(step)):
+                written.result()
             self._publish(step, begun)
         except BaseException as error:
             published.set_exception(error)

@@ -43,6 +43,16 @@ def test_check_and_list(asked):
     assert asked("run", "rates", "--dry_run")[0] == 0
 
 
+def test_a_place_that_cannot_be_written_is_one_message(asked, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    code, _, err = asked("export", "rates", str(tmp_path / "file" / "x"))
+    assert code == 2 and err.startswith(str(tmp_path / "file" / "x")) and "Not a directory. Choose another" in err
+    (tmp_path / "outputs").touch()  # where a run's console output would go
+    monkeypatch.chdir(tmp_path)
+    code, _, err = asked("run", "rates")
+    assert code == 2 and "outputs" in err and len(err.splitlines()) == 1
+
+
 def test_check_names_every_violation_of_every_file(asked):
     text = (question.QUESTIONS / "rates.toml").read_text()
     (question.QUESTIONS / "first.toml").write_text(text.replace("[1, 2]", "[1]").replace("step = 100", "step = 33"))

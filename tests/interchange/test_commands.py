@@ -40,6 +40,7 @@ def test_import_and_export(folders, tmp_path, capsys):
         (["export", "{run}", "out", "--step", "7"], "--step 7: {run}/checkpoint holds steps 1"),
         (["export", "{run}", "out", "--step", "x"], "--step x: expected the number of a step"),
         (["export", "{run}", "out", "--dtype", "int8"], "--dtype int8: expected one of float32, bfloat16"),
+        (["export", "{run}", "{run}/config.toml/out"], "{run}/config.toml/out.part: Not a directory. Choose another"),
         (["export", "{run}"], "not a command"),
         (["import", "a", "b", "--step", "1"], "--step: not an option of import"),
         (["exprot", "a", "b"], "not a command"),
@@ -113,3 +114,17 @@ def test_a_run_that_goes_on_needs_no_first_weights(folders, tmp_path):
     check_interchange(configuration(snippet, **gone, job__run_dir=str(run_dir)))
     with pytest.raises(ConfigError, match="no complete checkpoint"):
         check_interchange(configuration(snippet, **gone))
+
+
+def test_a_damaged_checkpoint_is_refused_before_anything_moves(folders, tmp_path, capsys):
+    snippet = folders("llama")[1] / "model.toml"
+    run_dir = save_run(configuration(snippet), tmp_path / "run")
+    config = configuration(snippet, job__run_dir=str(run_dir))
+    check_interchange(config)
+    held = run_dir / "checkpoint" / "step-1" / "__0_0.distcp"
+    held.write_bytes(held.read_bytes()[:100])
+    with pytest.raises(ConfigError, match="step-1: __0_0.distcp has 100 bytes of .*damaged"):
+        check_interchange(config)
+    assert main(["export", str(run_dir), str(tmp_path / "out")]) == 2
+    assert "__0_0.distcp has 100 bytes of" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
