@@ -3,11 +3,13 @@
 import copy
 import hashlib
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.tensor import DTensor
 
@@ -20,6 +22,7 @@ from parallelisms.mesh import Mesh
 from parallelisms.names import named_parameters, plain_name
 from parallelisms.zero import holder_of_states
 from tests import ranks
+from trainer import checkpoint
 from trainer.checkpoint import Checkpointer, complete_steps, step_to_continue
 from trainer.loss_watch import LossWatch
 from trainer.schedule import set_learning_rate
@@ -216,6 +219,35 @@ def test_a_background_save_holds_the_weights_of_its_step(tmp_path):
         assert ranks.run(1, _loaded, copy.deepcopy(config), tmp_path, step)[0] == weights
 
 
+def test_what_is_saved_in_the_background_is_a_copy(tmp_path, monkeypatch):
+    """Whatever the writer's pace: what it is given stays that of its step while training goes on."""
+    given = {}
+
+    def never_writes(state, *, checkpoint_id, process_group):
+        given[int(checkpoint_id.stem.removeprefix("step-"))] = state
+        checkpoint_id.mkdir(parents=True)
+        (written := Future()).set_result(None)
+        return written
+
+    monkeypatch.setattr(checkpoint.dcp, "async_save", never_writes)
+    saved = run(configuration(checkpoint__async_mode="async", checkpoint__interval=2), tmp_path, 4)["saved"]
+    assert len(set(map(str, saved.values()))) == 2
+    for step, weights in saved.items():
+        held = digests(given[step]["model"])
+        assert {name: held[name] for name in weights} == weights
+
+
+def test_when_a_step_is_saved(tmp_path):
+    def due(**section) -> list[int]:
+        model = nn.Linear(1, 1)
+        parts = {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "plain_name": str, "parts": {}}
+        saves = Checkpointer(tmp_path, Checkpoint(enable=True, **section), steps=8, **parts)
+        return [step for step in range(1, 9) if saves.due(step)]
+
+    assert due(interval=3) == [3, 6, 8] and due(interval=100) == [8], "the last always"
+    assert due(interval=4, enable_first_step_checkpoint=True) == [1, 4, 8]
+
+
 def test_a_background_save_that_fails_is_told_and_one_that_is_waited_for_has_its_name(tmp_path, monkeypatch):
     config = configuration(checkpoint__async_mode="async")
     publish = Checkpointer._publish
@@ -277,6 +309,8 @@ def test_a_step_that_is_not_there_is_named(tmp_path):
     section = Checkpoint(enable=True)
     assert step_to_continue(tmp_path, section) == 5
     assert step_to_continue(None, section) == 0
+    section.load_step = 0
+    assert step_to_continue(tmp_path, section) == 0, "from the beginning, though there is a checkpoint"
     section.load_step = 4
     with pytest.raises(ConfigError, match="checkpoint.load_step = 4: .* holds steps 5"):
         step_to_continue(tmp_path, section)
