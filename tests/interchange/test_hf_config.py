@@ -142,6 +142,21 @@ def test_what_a_shape_cannot_say_is_refused_by_name(change, base, part):
     assert part in refused(change, base)
 
 
+def test_absent_keys_mean_what_they_mean_to_transformers():
+    """Older folders leave out what has its default."""
+
+    def without(base, *keys):
+        return shape_of({key: value for key, value in PUBLISHED[base].items() if key not in keys}, "config.json")
+
+    llama = without(("llama3", "8B"), "tie_word_embeddings", "num_key_value_heads", "head_dim")
+    assert not llama.enable_weight_tying and llama.n_kv_heads == llama.n_heads == 32 and llama.head_dim == 128
+    olmoe = without(("moe", "OLMoE-1B-7B"), "norm_topk_prob", "rope_theta")
+    assert olmoe.moe is not None and not olmoe.moe.route_norm and olmoe.rope_theta == 10_000.0
+    assert without(("moe", "Mixtral-8x7B"), "norm_topk_prob").moe.route_norm
+    with pytest.raises(ConfigError, match="rms_norm_eps = unset"):  # families differ in it
+        without(("llama3", "8B"), "rms_norm_eps")
+
+
 def test_every_reason_is_given_at_once():
     assert len(refused({"hidden_act": "gelu", "mlp_bias": True}).splitlines()) == 2
 

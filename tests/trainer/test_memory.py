@@ -79,6 +79,11 @@ def test_parts_of_a_step_have_peaks_of_their_own(monkeypatch: pytest.MonkeyPatch
     assert values["memory/backward_fragmentation(GiB)"] == 51 - 40
     assert values["memory/max_active(GiB)"] == 70 and values["memory/fragmentation(GiB)"] == 1
     assert not [tag for tag in memory.collect() if "forward" in tag], "a new window"
+    with memory.by_part(), span(BACKWARD):
+        allocator.hold(80)
+        allocator.hold(15)
+    values = memory.collect()  # the window's peak was in a part, whose end reset the allocator's
+    assert values["memory/max_active(GiB)"] == values["memory/backward_max_active(GiB)"] == 80
 
 
 def test_a_part_that_runs_out_of_memory_leaves_the_peak_for_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
