@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -68,7 +69,7 @@ def run(command: Sequence[str], log: Path, inherit: Sequence[int] = (), grace_se
     if _libc is not None:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     with log.open("ab") as output:
-        output.write(f"$ {' '.join(command)}\n".encode())
+        output.write(f"$ {shlex.join(command)}\n".encode())
         output.flush()
         process = subprocess.Popen(
             command,

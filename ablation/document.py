@@ -13,6 +13,8 @@ from typing import Any, Literal
 Tone = Literal["", "good", "bad", "warning", "muted", "even"]
 DASH = "\u2013"
 MINUS = "\u2212"
+LIMIT = 1000.0
+"""Per cent. The end of an interval beyond it says that there is no end: two seeds of noisy runs give 1e12."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +159,10 @@ class Numbers:
             head = cell(Number(digits(change, places, sign=True), path, "change"), " %")
             if not ends:
                 return cell(head, " [no interval]")
-            shown = [
+            shown: list[str | Number] = [
                 Number(digits(100 * (v - 1), places, sign=True), f"{interval}/{i}", "change")
+                if 100 * (v - 1) <= LIMIT
+                else f"> {digits(LIMIT, 0, sign=True)}"
                 for i, v in enumerate(ends)
             ]
         else:

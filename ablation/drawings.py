@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ablation.document import LIMIT
 from ablation.statistics import mean
 
 # Each colour is a name for a CSS variable of the page, which has a light and a dark value for it.
@@ -65,7 +66,8 @@ def _forest(result: dict[str, Any], part: str) -> Any:
     shown = [low, band, 0.0]
     for row in rows:
         if row["role"] == "candidate" or len(rows) == 1:
-            shown += [scaled(v) for v in (row[part]["interval"] or [row[part]["value"]])]
+            ends = [scaled(v) for v in (row[part]["interval"] or [row[part]["value"]])]
+            shown += [min(v, LIMIT) for v in ends] if percent else ends  # a longer bar leaves the picture
             shown += [scaled(v) for v in row[part]["per_seed"].values()]
     room = 0.08 * (max(shown) - min(shown)) or 1e-3
     left, right = min(shown) - room, max(shown) + room
@@ -151,24 +153,38 @@ def _curves(result: dict[str, Any], name: str, axis: str, label: str, *, cut: bo
 
 
 def _loss(result: dict[str, Any], axis: str) -> Any:
-    name = _curve_name(result)
-    label = _metric_name(result["decision"]["metric"]) if name == "metric" else "training loss"
-    return _curves(result, name, axis, label, cut=True)
+    return _curves(result, _curve_name(result), axis, _loss_label(result), cut=True)
+
+
+def _loss_label(result: dict[str, Any]) -> str:
+    return _metric_name(result["decision"]["metric"]) if _curve_name(result) == "metric" else "training loss"
 
 
 def _metric_name(tag: str) -> str:
     return {"validation_metrics/loss": "validation loss"}.get(tag, tag)
 
 
+def shaded(result: dict[str, Any]) -> set[str]:
+    """Names of the figures that show a band."""
+    decision = result["decision"]
+    bands = {"verdict_loss": decision["band"], "verdict_speed": decision["speed_band"]}
+    return {name for name, band in (bands | {"loss_difference": _spread(result)}).items() if band}
+
+
+def _spread(result: dict[str, Any]) -> float:
+    """Half the band of the differences: that of seeds of the baseline, which says nothing of the training loss."""
+    bands = [aa["loss"]["band"] for aa in result["aa"].values() if aa["loss"]]
+    return max(bands, default=0.0) if _curve_name(result) == "metric" else 0.0
+
+
 def _difference(result: dict[str, Any]) -> Any:
-    """Per-seed difference from the baseline over tokens; the shaded band is the A/A spread."""
+    """Per-seed difference from the baseline over tokens, over ``_spread``."""
     shade = colours(result)
     name = _curve_name(result)
     figure, axes = _new()
-    drawn, late = False, [0.0]
-    bands = [aa["loss"]["band"] for aa in result["aa"].values() if aa["loss"]]
-    if bands and name == "metric":
-        axes.axhspan(-max(bands), max(bands), color=BAND, linewidth=0)
+    drawn, late, spread = False, [0.0], _spread(result)
+    if spread:
+        axes.axhspan(-spread, spread, color=BAND, linewidth=0)
     for row in result["comparisons"]:
         base, arm = result["arms"][row["baseline"]], result["arms"][row["arm"]]
         lines = []
@@ -195,11 +211,11 @@ def _difference(result: dict[str, Any]) -> Any:
     if not drawn:
         return None
     axes.axhline(0.0, color=BASELINE, linewidth=1.2)
-    late += [max(bands), -max(bands)] if bands and name == "metric" else []
+    late += [spread, -spread]
     room = 0.08 * (max(late) - min(late)) or 0.001
     axes.set_ylim(min(late) - room, max(late) + room)
     _tokens_axis(axes)
-    axes.set_ylabel("difference from the baseline")
+    axes.set_ylabel(f"{_loss_label(result)}, difference")
     figure.legend(loc="outside upper left", ncols=2)
     return figure
 

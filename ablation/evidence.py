@@ -101,6 +101,23 @@ def commands(runs: Sequence[Run]) -> list[str]:
     return [shlex.join(str(word) for word in run.record["command"]) for run in ordered if run.record.get("command")]
 
 
+def asked_with(runs: Sequence[Run]) -> list[str]:
+    """What was typed behind the question's name for all of them, such as ["--training.steps", "300"].
+
+    The runner puts it last, after the run directory and the tuned keys (plan.py). Empty where runs were started by
+    hand, or not all alike.
+    """
+    found = {tuple(_typed(run)) for run in runs}
+    return list(found.pop()) if len(found) == 1 else []
+
+
+def _typed(run: Run) -> list[str]:
+    words = [str(word) for word in run.record.get("command") or []]
+    if "--job.run_dir" not in words:
+        return []
+    return words[words.index("--job.run_dir") + 2 + 2 * len(run.tune) :]
+
+
 def _values_of(runs: Sequence[Run], key: str) -> list[str]:
     return list(dict.fromkeys(str(run.config[key]) for run in runs if run.config.get(key) is not None))
 

@@ -10,7 +10,7 @@ from ablation.held_out import PREFIX
 from ablation.runs import TRAIN_LOSS, VALIDATION_LOSS, Run
 from ablation.statistics import mean, quantile
 
-FINAL_LINES = 10  # log lines averaged into the final training loss
+FINAL_LINES = 10  # log lines averaged into the final training loss, but never more than the last quarter of a run
 SPIKE = 3.0  # a gradient norm this many times its median is a spike
 
 THROUGHPUT = "tokens/s/device"
@@ -123,7 +123,7 @@ def warmup_end(run: Run) -> int:
 
 def _final_train_loss(run: Run, tokens: float) -> float | None:
     values = [v for step, v in run.series(TRAIN_LOSS) if step * run.tokens_per_step <= tokens]
-    return mean(values[-FINAL_LINES:]) if values else None
+    return mean(values[-max(1, min(FINAL_LINES, len(values) // 4)) :]) if values else None
 
 
 def _excluded_seconds(run: Run, _: float) -> float | None:
@@ -179,7 +179,7 @@ def padding_measures(runs: Sequence[Run]) -> list[Measure]:
 MEASURES = (
     Measure("validation loss", "nats/token", False, _at(VALIDATION_LOSS), "held-out tokens, the same every time"),
     Measure("bits per byte", "bits", False, _at("validation_metrics/bits_per_byte")),
-    Measure("final training loss", "nats/token", False, _final_train_loss, f"mean of the last {FINAL_LINES} log lines"),
+    Measure("final training loss", "nats/token", False, _final_train_loss, "last quarter, at most 10 log lines"),
     Measure(THROUGHPUT, "tokens/s", True, lambda run, _: throughput(run), "from the median step"),
     Measure("step time p50", "s", True, lambda run, _: median_step(run)),
     Measure("step time p95", "s", True, lambda run, _: quantile(run.steady_times, 0.95) if run.steady_times else None),

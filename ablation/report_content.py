@@ -22,6 +22,7 @@ from ablation.document import (
     cell,
     decimals_of_spread,
 )
+from ablation.drawings import shaded
 from ablation.report_evidence import evidence_blocks
 from ablation.report_noise import noise_blocks, noise_cards
 from ablation.wording import (
@@ -40,22 +41,27 @@ from ablation.wording import (
 )
 
 CAPTIONS = {
-    "verdict_loss": "Loss difference and the interval that decides. Shaded: the band. Strokes: seeds.",
-    "verdict_speed": "Tokens/s against the baseline. Shaded: the speed band. Strokes: seeds.",
+    "verdict_loss": "Loss difference and the interval that decides. Strokes: seeds.",
+    "verdict_speed": "Tokens/s against the baseline. Strokes: seeds.",
     "loss_tokens": "At equal tokens: seeds thin, mean bold. The fall of the first quarter is cut off above.",
     "loss_seconds": "At equal training time, without compilation, checkpoints and validation.",
-    "loss_difference": "Difference from the baseline by seed. Shaded: the A/A band of unpaired seeds.",
+    "loss_difference": "Difference from the baseline at equal tokens: seeds thin, mean bold.",
     "throughput": "Throughput over the run, excluded steps left out.",
     "variable": "Over the variable: means joined, seeds as strokes.",
     "tune": "The tune grid of every arm; the filled point is compared.",
     "expert_load": "Load of each expert against the mean, at the end.",
+}
+SHADED = {
+    "verdict_loss": "Shaded: the band.",
+    "verdict_speed": "Shaded: the speed band.",
+    "loss_difference": "Shaded: twice what seeds of the baseline differ by.",
 }
 
 
 def content(result: dict[str, Any], figures: set[str], note: str = "") -> list[Block]:
     """The blocks of a report. ``figures``: names that were drawn; ``note``: why there are none."""
     blocks: list[Block] = [*_first_screen(result), *([Text(note, "warning")] if note else [])]
-    blocks.append(_pictures(figures, ("verdict_loss", "verdict_speed")))
+    blocks.append(_pictures(result, figures, ("verdict_loss", "verdict_speed")))
     if not result["comparisons"]:
         blocks += noise_blocks(result)
     blocks += _question(result)
@@ -63,16 +69,19 @@ def content(result: dict[str, Any], figures: set[str], note: str = "") -> list[B
     blocks += [*_paired_tables(result), *_contrasts(result)]
     blocks += [
         Heading("Curves"),
-        _pictures(figures, ("loss_tokens", "loss_seconds", "loss_difference", "throughput", "variable", "tune")),
+        _pictures(
+            result, figures, ("loss_tokens", "loss_seconds", "loss_difference", "throughput", "variable", "tune")
+        ),
     ]
     if "expert_load" in figures:
-        blocks += [Heading("Expert load"), _pictures(figures, ("expert_load",))]
+        blocks += [Heading("Expert load"), _pictures(result, figures, ("expert_load",))]
     blocks += [*(noise_blocks(result) if result["comparisons"] else []), *evidence_blocks(result)]
     return [block for block in blocks if not (isinstance(block, Pictures) and not block.names)]
 
 
-def _pictures(figures: set[str], names: tuple[str, ...]) -> Pictures:
-    return Pictures([(name, CAPTIONS[name]) for name in names if name in figures])
+def _pictures(result: dict[str, Any], figures: set[str], names: tuple[str, ...]) -> Pictures:
+    captions = CAPTIONS | {name: f"{CAPTIONS[name]} {SHADED[name]}" for name in shaded(result)}
+    return Pictures([(name, captions[name]) for name in names if name in figures])
 
 
 def _first_screen(result: dict[str, Any]) -> list[Block]:

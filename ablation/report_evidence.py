@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from ablation.document import Block, Code, Folded, Heading, Numbers, Table, Text, Tone, cell
@@ -28,10 +29,11 @@ def _environment(result: dict[str, Any]) -> list[Block]:
         [cell(key), cell(" | ".join(values), tone="warning" if len(values) > 1 and key != "dirty.patch" else "")]
         for key, values in sorted(result["environment"].items())
     ]
-    name = result["name"]
+    name, directory = result["name"], shlex.quote(result["directory"])
     lines = "\n".join(result["commands"]) or "(no command recorded)"
     again = (
-        f"NGPU={max(a['devices'] for a in result['arms'].values())} ./run_ablation.sh {name}\n"
+        f"NGPU={max(a['devices'] for a in result['arms'].values())}"
+        f" ./run_ablation.sh {shlex.join([name, *result['asked_with']])}\n"
         if result["question"]
         else ""
     )
@@ -39,7 +41,7 @@ def _environment(result: dict[str, Any]) -> list[Block]:
         Heading("Environment"),
         Folded(f"{len(rows)} properties; more than one value is marked", [Table(["property", "value"], rows)]),
         Heading("Reproduce"),
-        Code(f"{again}tensorboard --logdir {result['directory']}"),
+        Code(f"{again}tensorboard --logdir {directory}"),
         Folded(f"The exact commands of {len(result['commands'])} runs", [Code(lines)]),
     ]
 

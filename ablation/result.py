@@ -19,7 +19,7 @@ from ablation.comparisons import (
     summary,
 )
 from ablation.contrasts import contrasts
-from ablation.evidence import checklist, commands, curves, environment, expert_load, run_row
+from ablation.evidence import asked_with, checklist, commands, curves, environment, expert_load, run_row
 from ablation.measures import throughput, value_at_tokens
 from ablation.runs import TRAIN_LOSS, VALIDATION_LOSS, Run, latest_question
 from ablation.sameness import moved_settings
@@ -273,6 +273,7 @@ def _result(
         },
         "tune": tunes,
         "environment": environment(runs),
+        "asked_with": asked_with(runs),
         "commands": commands(runs),
         "checklist": checklist(runs, tables),
         "runs": [run_row(run, run.arm, metric, tokens) for run in runs],

@@ -160,7 +160,8 @@ def write_run(
     run_record = {
         "schema": 1,
         "command": ["torchrun", f"--nproc_per_node={gpus}", "train.py", "--job.config_file", f"{name or 'run'}.toml",
-                    "--ablation.arm", arm, "--debug.seed", str(seed)],
+                    "--ablation.arm", arm, "--debug.seed", str(seed), "--job.run_dir", str(path),
+                    *(word for key, value in (tune or {}).items() for word in (f"--{key}", str(value)))],
         "started": started.isoformat(), "config_file": f"{name}.toml", "origins": {}, "base_diff": {},
         "ablation": entry if name else None,
         "corpus_hash": "c0ffee" * 8, "tokenizer": {"kind": "bpe", "vocab_size": 4096, "fingerprint": "feed" * 8},

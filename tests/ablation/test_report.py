@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -126,6 +127,42 @@ def test_what_is_wrong_stands_on_the_card_and_is_counted(tmp_path):
     (root / "wd_0.01" / "seed2-1gpu" / "DONE").unlink()
     result, _ = compare_directories([root])
     assert "1 did not finish" in render_markdown(content(result, set()))
+
+
+def test_the_command_that_reproduces_has_what_was_typed_behind_the_name(tmp_path):
+    root = write_ablation(tmp_path / "a folder", three_arms())
+    typed = ["--training.steps", "60", "--data.name", "two words"]
+    for path in root.glob("*/seed*/run.json"):
+        record = json.loads(path.read_text())
+        path.write_text(json.dumps(record | {"command": record["command"] + typed}))
+    result, _ = compare_directories([root])
+    text = render_markdown(content(result, set()))
+    assert "NGPU=1 ./run_ablation.sh weight_decay --training.steps 60 --data.name 'two words'\n" in text
+    assert f"tensorboard --logdir '{root}'" in text or f"tensorboard --logdir '{os.path.relpath(root)}'" in text
+    path.write_text(json.dumps(record | {"command": record["command"] + typed[:2]}))  # one run was started otherwise
+    result, _ = compare_directories([root])
+    assert "./run_ablation.sh weight_decay\n" in render_markdown(content(result, set()))
+
+
+@pytest.mark.parametrize("aa", [False, True])
+def test_a_caption_speaks_of_a_band_where_one_is_drawn(tmp_path, aa):
+    result, _ = compare_directories([write_ablation(tmp_path, three_arms(), question={"aa": aa})])
+    text = render_markdown(content(result, {"verdict_loss", "verdict_speed", "loss_difference"}))
+    assert "Shaded: the band." in text  # equivalent_within
+    assert ("Shaded: the speed band." in text) == aa
+    assert "Shaded: twice what seeds of the baseline differ by." in text
+    for arm in result["arms"].values():  # measured too rarely for a curve: the training loss is drawn, without a band
+        for curve in arm["curves"].values():
+            curve["metric"]["values"] = curve["metric"]["values"][:3]
+    text = render_markdown(content(result, {"verdict_loss", "verdict_speed", "loss_difference"}))
+    assert "Shaded: twice" not in text and "Difference from the baseline" in text
+
+
+def test_an_end_beyond_all_measure_is_not_written_out(tmp_path):
+    result, _ = compare_directories([write_ablation(tmp_path, three_arms())])
+    result["comparisons"][0]["speed"] |= {"value": 0.4, "interval": [1e-9, 1.2e12]}
+    text = render_markdown(content(result, set()))
+    assert "[−100.0, > +1,000]" in text and "000,000" not in text
 
 
 def test_an_a_a_interval_without_its_null_is_called_a_winner(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -63,6 +64,12 @@ def wait_for(condition, seconds: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)
+
+
+def test_a_log_begins_with_a_command_that_can_be_pasted(tmp_path):
+    words = [sys.executable, "-c", "pass", "a folder/train.py"]
+    assert child.run(words, tmp_path / "log") == 0
+    assert (tmp_path / "log").read_text().splitlines()[0] == "$ " + shlex.join(words)
 
 
 def test_every_run_once_in_order_then_nothing_to_do(chosen):
