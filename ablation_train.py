@@ -173,6 +173,10 @@ def with_config_file(arguments: list[str], environment: Mapping[str, str]) -> li
     name = environment.get("CONFIG_FILE") or ""
     found = [path for path in (Path(name), ROOT / name) if path.is_file()] if name else [ROOT / DEFAULT_CONFIG]
     if not found:
+        if any(path.is_dir() for path in (Path(name), ROOT / name)):
+            raise ConfigError(
+                f"CONFIG_FILE = {name!r} (environment): is a folder. Give a TOML file, as {DEFAULT_CONFIG}."
+            )
         looked = "" if Path(name).is_absolute() else " in " + " or ".join(dict.fromkeys((str(Path.cwd()), str(ROOT))))
         known = ", ".join(sorted(f"train_configs/{p.name}" for p in (ROOT / "train_configs").glob("*.toml")))
         raise ConfigError(f"CONFIG_FILE = {name!r} (environment): no such file{looked}. This checkout has {known}.")

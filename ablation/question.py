@@ -77,11 +77,13 @@ def find(name: str) -> Path:
     path = Path(name)
     if path.suffix == ".toml":
         if not path.is_file():
-            raise ConfigError(f"{name}: no such file")
+            guessed = did_you_mean(path.stem, [p.stem for p in all_files()])
+            raise ConfigError(f"{name}: no such file{guessed or '; `python -m ablation list` shows the questions'}")
         return path
     named = QUESTIONS / f"{name}.toml"
     if not named.is_file():
-        raise ConfigError(f"{name}: no such question{guess(name, [p.stem for p in all_files()])}")
+        guessed = did_you_mean(name, [p.stem for p in all_files()])
+        raise ConfigError(f"{name}: no such question{guessed or '; `python -m ablation list` shows those there are'}")
     return named
 
 

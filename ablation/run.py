@@ -7,7 +7,7 @@ import os
 
 from ablation.guard import guard
 from ablation.plan import check_files, check_processes, folder_for, plan
-from ablation.question import find, read
+from ablation.question import find, guess, read
 from ablation.runner import dry_run, execute
 from config import command_line
 from config.errors import ConfigError
@@ -27,7 +27,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Run every arm and seed of a question, interleaved, skipping what is done; then write the report.",
         epilog="--section.key VALUE after the name: that key, in every arm. NGPU (environment, 1): processes a run.",
     )
-    parser.add_argument("name", help="a file of train_configs/ablations/ without .toml, or a path")
+    parser.add_argument("name", nargs="?", help="a file of train_configs/ablations/ without .toml, or a path")
     parser.add_argument("--dry_run", action="store_true", help="list runs, states and commands; touch nothing")
     parser.add_argument("--arms", default="", metavar="A,B", help="only these arms")
     parser.add_argument("--seeds", type=_numbers, default=[], metavar="K,L", help="only these of the planned seeds")
@@ -41,13 +41,19 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """The words that are this command's, and those (``--section.key`` and their values) laid over every arm."""
+    """The words that are this command's, and those (``--section.key`` and their values) laid over every arm.
+
+    Hyphens and underscores in an option are the same, as they are in a key.
+    """
     own: list[str] = []
     overrides: list[str] = []
     current = own
     for word in arguments:
         if word.startswith("--"):
-            current = overrides if "." in word.partition("=")[0] else own
+            option, equals, value = word.partition("=")
+            current = overrides if "." in option else own
+            if current is own:
+                word = "--" + option[2:].replace("-", "_") + equals + value
         current.append(word)
     return own, overrides
 
@@ -73,7 +79,15 @@ def main(arguments: list[str]) -> int:
         ConfigError: anything the user should change before the first run starts.
     """
     own, overrides = split(arguments)
-    options = _parser().parse_args(own)
+    options, unknown = _parser().parse_known_args(own)
+    if unknown:
+        known = [f"--{name}" for name in vars(options) if name != "name"]
+        raise ConfigError(f"{unknown[0]}: not an option of run{guess(unknown[0], known)}; a key is --section.key VALUE")
+    if options.name is None:
+        raise ConfigError(
+            "run: which question? Its NAME comes first: run NAME --section.key VALUE."
+            " `python -m ablation list` shows the questions"
+        )
     if options.only is not None and (options.new or options.arms or options.seeds):
         raise ConfigError("--only INDEX: one run of the plan; leave out --new, --arms and --seeds")
     gpus = processes()

@@ -21,6 +21,8 @@ python -m config docs                                 write docs/configuration.m
 
 FILE, A and B: a TOML file, or file.toml:arm for one arm of an ablation."""
 
+_TAKES = {"show": "a FILE, before any --section.key", "diff": "two files, A and B", "docs": "nothing"}
+
 
 def main(argv: list[str]) -> int:
     """Run one command. Returns the exit code."""
@@ -46,6 +48,8 @@ def main(argv: list[str]) -> int:
             TARGET.parent.mkdir(exist_ok=True)
             TARGET.write_text(render_docs(), encoding="utf-8")
             print(f"wrote {TARGET}")
+        elif name in _TAKES:
+            raise ConfigError(f"python -m config {name}: takes {_TAKES[name]}. Commands:\n{USAGE}")
         else:
             raise ConfigError(f"python -m config {' '.join(argv)}: not a command. Commands:\n{USAGE}")
         sys.stdout.flush()

@@ -54,9 +54,7 @@ def parse(argv: list[str]) -> CommandLine:
         option, negated = _without_negation(option.replace("-", "_"))
         values = [attached] if equals else []
         if not equals:
-            while (
-                position < len(argv) and not argv[position].startswith("--") and _takes(option, values, argv[position])
-            ):
+            while position < len(argv) and not argv[position].startswith("--") and _takes(option, values):
                 values.append(argv[position])
                 position += 1
         try:
@@ -78,14 +76,12 @@ def _without_negation(option: str) -> tuple[str, bool]:
     return (plain, True) if known_bool and plain != option else (option, False)
 
 
-def _takes(option: str, values: list[str], word: str) -> bool:
-    """Whether ``word`` is one more value of ``option``."""
+def _takes(option: str, values: list[str]) -> bool:
+    """Whether one more word, which is no option, is a value of ``option``. A switch takes it too, to be told if it is
+    neither true nor false: there is nothing else that it could be.
+    """
     key = all_keys().get(option)
-    if key is not None and get_origin(key.type) is list:
-        return True
-    if key is not None and key.type in (bool, bool | None):
-        return not values and word.lower() in _BOOLS
-    return not values
+    return (key is not None and get_origin(key.type) is list) or not values
 
 
 def _store(line: CommandLine, option: str, negated: bool, values: list[str]) -> None:

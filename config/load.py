@@ -173,7 +173,10 @@ def _arms(document: Document | None, arm: str | None) -> list[tuple[str, dict[st
     if not arm:
         if document and (arms or document.ablation):
             names = ", ".join(arms) or "none are defined"
-            raise ConfigError(f"{document.path} is an ablation: say which arm with --ablation.arm NAME (arms: {names})")
+            raise ConfigError(
+                f"{document.path} is an ablation: say which arm with --ablation.arm NAME (arms: {names});"
+                f" for python -m config that is {document.path}:NAME"
+            )
         return []
     if not arms:
         source = str(document.path) if document else "no --job.config_file, so it"

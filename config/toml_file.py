@@ -97,8 +97,8 @@ def _similar_file(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
         return f"; folder {folder} does not exist either"
-    found = nearest(path.name, sorted(p.name for p in folder.glob("*.toml")))
-    return f" - did you mean {folder / found}?" if found else ""
+    found = nearest(path.stem, sorted(p.stem for p in folder.glob("*.toml")))  # without what all of them share
+    return f" - did you mean {folder / found}.toml?" if found else ""
 
 
 def _table(raw: dict[str, Any], name: str, path: Path, mistakes: list[str]) -> dict[str, Any]:

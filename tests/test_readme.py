@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ablation.guard import guard
+from ablation.question import read
+
 ROOT = Path(__file__).resolve().parent.parent
 UNMENTIONED = {"__pycache__", "outputs"}
 """Made by running things."""
@@ -24,6 +27,13 @@ def tree() -> list[str]:
         if not indent:
             folder = listed
     return names
+
+
+def test_the_question_it_shows_passes_the_guard(tmp_path) -> None:
+    (text,) = re.findall(r"```toml\n(base = .*?)```", (ROOT / "README.md").read_text(), re.S)
+    path = tmp_path / "shown.toml"
+    path.write_text(text.replace("../", f"{ROOT}/train_configs/"))
+    assert list(guard(read(path)).accepted().arms) == ["3e-3", "1e-2"]
 
 
 def test_every_top_level_entry_is_in_the_tree() -> None:

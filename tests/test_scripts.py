@@ -47,6 +47,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, [], "0 to 1"),
         ({"MASTER_PORT": "65536"}, [], "1 to 65535"),
         ({"CONFIG_FILE": "nowhere.toml"}, [], "CONFIG_FILE = 'nowhere.toml' (environment): no such file"),
+        ({"CONFIG_FILE": "train_configs"}, [], "CONFIG_FILE = 'train_configs' (environment): is a folder; give"),
         ({"CONFIG_FILE": "nowhere.toml"}, [], "train_configs/llama_debug.toml"),
         ({"NGPU": "3"}, [], "training.global_batch_size = 16 is not divisible"),
         ({}, ["--job.config_file", "nowhere.toml"], "nowhere.toml"),

@@ -94,6 +94,10 @@ def test_a_changed_question_is_refused_and_new_starts_over(asked):
     ("words", "said"),
     [
         (["run", "ratse"], 'no such question - did you mean "rates"?'),
+        (["run", "rate.toml"], 'rate.toml: no such file - did you mean "rates"?'),
+        (["check", "xyz"], "xyz: no such question; `python -m ablation list` shows those there are"),
+        (["run", "rates", "--dryrun"], '--dryrun: not an option of run - did you mean "--dry_run"?'),
+        (["run", "--training.steps", "9", "rates", "--dry_run"], "run: which question? Its NAME comes first"),
         (["chekc"], 'no such command - did you mean "check"?'),
         (["run", "rates", "--arms", "hihg"], 'did you mean "high"?'),
         (["run", "rates", "--seeds", "7"], "not a seed of"),

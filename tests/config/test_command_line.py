@@ -60,6 +60,7 @@ def test_a_switch_does_not_swallow_the_next_option():
         (["--attention.backend", "sdap"], 'did you mean "sdpa"?'),
         (["--compile.components", "modle"], 'did you mean "model"?'),
         (["train.toml"], 'command line: "train.toml": not an option'),
+        (["--checkpoint.enable", "maybe"], '--checkpoint.enable = "maybe": expected true or false'),
         (["--no-compile.enable=true"], "--no_compile.enable takes no value; say --compile.enable false"),
         (["--ablation.arn", "x"], "belongs in the TOML file"),
         (["--ablation.arm"], "--ablation.arm: needs a value"),

@@ -38,3 +38,13 @@ def test_an_unknown_command_shows_the_commands(capsys):
     assert main(["shwo"]) == 2
     assert "python -m config show FILE" in capsys.readouterr().err
     assert main([]) == 0
+    for words, said in ((["show"], "show: takes a FILE"), (["diff", "a.toml"], "diff: takes two files, A and B")):
+        assert main(words) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_an_ablation_without_an_arm_is_told_how_to_name_one(tmp_path, capsys):
+    path = tmp_path / "a.toml"
+    path.write_text("[arms.x]\ntraining.steps = 300\n")
+    assert main(["show", str(path)]) == 2
+    assert f"(arms: x); for python -m config that is {path}:NAME" in capsys.readouterr().err

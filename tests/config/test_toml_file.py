@@ -24,6 +24,7 @@ def test_missing_file_is_named_with_the_nearest_one(tmp_path):
     write(tmp_path, "llama_debug.toml", "")
     message = refusal(tmp_path, load_file, tmp_path / "llama_debgu.toml")
     assert message == f"{tmp_path}/llama_debgu.toml: no such file - did you mean {tmp_path}/llama_debug.toml?"
+    assert refusal(tmp_path, load_file, tmp_path / "nope.toml") == f"{tmp_path}/nope.toml: no such file"
     assert "folder" in refusal(tmp_path, load_file, tmp_path / "none" / "a.toml")
     assert "is a folder" in refusal(tmp_path, load_file, tmp_path)
 
