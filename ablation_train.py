@@ -175,7 +175,7 @@ def with_config_file(arguments: list[str], environment: Mapping[str, str]) -> li
     if not found:
         if any(path.is_dir() for path in (Path(name), ROOT / name)):
             raise ConfigError(
-                f"CONFIG_FILE = {name!r} (environment): is a folder. Give a TOML file, as {DEFAULT_CONFIG}."
+                f"CONFIG_FILE = {name!r} (environment): is a folder; give a TOML file, such as {DEFAULT_CONFIG}."
             )
         looked = "" if Path(name).is_absolute() else " in " + " or ".join(dict.fromkeys((str(Path.cwd()), str(ROOT))))
         known = ", ".join(sorted(f"train_configs/{p.name}" for p in (ROOT / "train_configs").glob("*.toml")))
