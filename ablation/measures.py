@@ -179,7 +179,9 @@ def padding_measures(runs: Sequence[Run]) -> list[Measure]:
 MEASURES = (
     Measure("validation loss", "nats/token", False, _at(VALIDATION_LOSS), "held-out tokens, the same every time"),
     Measure("bits per byte", "bits", False, _at("validation_metrics/bits_per_byte")),
-    Measure("final training loss", "nats/token", False, _final_train_loss, "last quarter, at most 10 log lines"),
+    Measure(
+        "final training loss", "nats/token", False, _final_train_loss, f"last quarter, at most {FINAL_LINES} log lines"
+    ),
     Measure(THROUGHPUT, "tokens/s", True, lambda run, _: throughput(run), "from the median step"),
     Measure("step time p50", "s", True, lambda run, _: median_step(run)),
     Measure("step time p95", "s", True, lambda run, _: quantile(run.steady_times, 0.95) if run.steady_times else None),

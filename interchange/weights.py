@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
-from torch.distributed.checkpoint import FileSystemReader
 
 from config.errors import ConfigError
 from interchange.hf_config import hf_family, read_config, shape_of
@@ -124,8 +123,7 @@ class CheckpointWeights:
         self.folder = Path(step_folder)
         if not (self.folder / ".metadata").is_file():
             raise ConfigError(f"{self.folder}: no complete checkpoint. Give a step-<n> folder of a run.")
-        check_files(self.folder)
-        stored = FileSystemReader(self.folder).read_metadata().state_dict_metadata
+        stored = check_files(self.folder).state_dict_metadata
         self._stored = {name.removeprefix("model."): m for name, m in stored.items() if name.startswith("model.")}
 
     def __contains__(self, name: str) -> bool:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from parallelisms.tensor_parallel import on_this_rank
+from parallelisms.mesh import on_this_rank
 from parallelisms.token_exchange import Back, Counts, Order, Out, Route, ToExperts, collect, sort_rows, spread
 
 DISPATCH, COMBINE = "moe.dispatch", "moe.combine"

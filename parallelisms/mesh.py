@@ -9,6 +9,7 @@ from math import prod
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Axes of the mesh, the last one fastest: ranks of a tensor-parallel group are neighbours."""
@@ -161,6 +162,11 @@ class Mesh:
         """Axis -> ranks along it; those of experts too, where they differ."""
         experts = {axis: getattr(self, axis) for axis in EXPERT_AXES[2:]} if self.ep > 1 else {}
         return self.degrees | experts
+
+
+def on_this_rank(x: torch.Tensor) -> torch.Tensor:
+    """What of a parameter, or of its gradient, is on this rank, as a plain tensor."""
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _summed(x: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-from torch.distributed.tensor import DTensor
 
-from parallelisms.mesh import Mesh
+from parallelisms.mesh import Mesh, on_this_rank
 from parallelisms.pipeline_split import Stages
 from parallelisms.pipeline_stage import BusyTime, Inputs, Span, Stage
 
@@ -159,7 +158,7 @@ class Pipeline:
             return
         group = mesh.device_mesh["dp_replicate"].get_group()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        works = [dist.all_reduce(_local(g), group=group, async_op=True) for g in gradients]
+        works = [dist.all_reduce(on_this_rank(g), group=group, async_op=True) for g in gradients]
         for work in works:
             work.wait()
 
@@ -167,7 +166,7 @@ class Pipeline:
         """Give embedding and head, one matrix on two stages, the sum of their gradients."""
         if not self.model.tied:
             return
-        mine = [_local(p.grad) for p in (*self.model.originals(), *self.model.copies()) if p.grad is not None]
+        mine = [on_this_rank(p.grad) for p in (*self.model.originals(), *self.model.copies()) if p.grad is not None]
         first, last = self.ranks[0], self.ranks[-1]
         if first == last and self.rank == first:
             mine[0].add_(mine[1])
@@ -179,10 +178,6 @@ class Pipeline:
             for work in dist.batch_isend_irecv([send, receive]):
                 work.wait()
             mine[0].add_(other)
-
-
-def _local(x: torch.Tensor) -> torch.Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _cut(inputs: Inputs, size: int) -> list[Inputs]:

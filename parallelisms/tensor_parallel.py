@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from parallelisms.mesh import on_this_rank
 from parallelisms.vocabulary_loss import GatheredVocabulary, SharedVocabulary
 
 logger = logging.getLogger(__name__)
@@ -207,11 +208,6 @@ class _NarrowExperts(ParallelStyle):
             module.register_parameter(name, nn.Parameter(cut))
         module.compute = functools.partial(narrow_experts, module.compute, device_mesh.get_group())
         return module
-
-
-def on_this_rank(x: torch.Tensor) -> torch.Tensor:
-    """What of a parameter is on this rank, as a plain tensor."""
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def narrow_experts(

@@ -9,20 +9,21 @@ from pathlib import Path
 
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
 from config.errors import ConfigError
 
 
-def check_files(folder: Path) -> None:
-    """That no file of a complete checkpoint is missing, cut short or without a readable index. Looks at sizes alone.
+def check_files(folder: Path) -> Metadata:
+    """The index of a complete checkpoint, of which no file is missing or cut short. Looks at sizes alone.
 
     Raises:
-        ConfigError: the first file that is, and what to do without it.
+        ConfigError: the first file that is, or the index cannot be read; and what to do without it.
     """
     try:
-        stored = FileSystemReader(folder).read_metadata().storage_data
+        index = FileSystemReader(folder).read_metadata()
         ends: dict[str, int] = {}
-        for piece in stored.values():
+        for piece in index.storage_data.values():
             ends[piece.relative_path] = max(ends.get(piece.relative_path, 0), piece.offset + piece.length)
     except Exception as error:  # what unpickling a damaged index raises depends on the damage
         raise _damaged(folder, f".metadata cannot be read ({_named(error)})") from None
@@ -32,6 +33,7 @@ def check_files(folder: Path) -> None:
             raise _damaged(folder, f"{name} is missing")
         if (size := path.stat().st_size) < end:
             raise _damaged(folder, f"{name} has {size:,} bytes of {end:,}")
+    return index
 
 
 @contextmanager

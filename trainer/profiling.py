@@ -74,6 +74,7 @@ class Profiler:
         self._schedule = Schedule(section.profile_freq, section.profiler_warmup, section.profiler_active, steps)
         self._section = section
         self._mine = not section.ranks or rank in section.ranks
+        self._remembers = section.enable_memory_snapshot and self._mine
         self._folder = Path()
         self._snapshots: Path | None = None
         self._kineto: _KinetoProfile | None = None
@@ -86,7 +87,7 @@ class Profiler:
         """Begin to record allocations, if that is on, before the first is made. Nothing is written yet."""
         self._folder = run_dir / self._section.save_traces_folder
         self._snapshots = run_dir / self._section.save_memory_snapshot_folder
-        if self._section.enable_memory_snapshot and self._mine:
+        if self._remembers:
             record_allocations()
 
     def begin(self, step: int) -> str:
@@ -129,7 +130,7 @@ class Profiler:
         Returns:
             Tags of the split of a step's time, the mean over the ranks that recorded.
         """
-        if self._snapshots is not None and self._section.enable_memory_snapshot and self._mine:
+        if self._remembers and self._snapshots is not None:
             write_snapshot(self._snapshots / f"iteration_{step}", self._rank)
         tags = self._close(self._folder / f"iteration_{step}")
         recorded = [found for found in self._gather(tags) if found]
